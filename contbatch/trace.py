@@ -1,0 +1,281 @@
+"""The record of a run: everything that was decided, as data.
+
+A trace is what tests compare, metrics are computed from, and pictures are drawn from; nothing else looks inside
+the engine. It holds one `StepRecord` per iteration, in columns (parallel lists), because an object per request
+and step would cost more than the scheduling itself. On disk it is JSON lines: a header, then requests, steps and
+finishes in the order they happened. Loading a trace runs no code from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from contbatch.errors import TraceError
+
+VERSION = 1
+
+
+class Blocked(NamedTuple):
+    """Why a request that the policy looked at got nothing: the reason, what it needed, what was left."""
+
+    reason: str
+    needs: int
+    left: int
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A request as it arrived. `arrival_step` k: it was known before step k was planned."""
+
+    request_id: str
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int
+    arrival_step: int
+    arrival_time: float
+    prompt: str | None = None
+    client: str = ""
+
+
+@dataclass(slots=True)
+class FinishRecord:
+    """How a request ended; `step` is the number of steps that had been recorded by then."""
+
+    reason: str
+    step: int
+    time: float
+    num_output_tokens: int
+    text: str | None = None
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One iteration. Times are seconds on the engine's clock, real or virtual.
+
+    `request_ids`, `starts`, `counts` and `kinds` are parallel: who was granted tokens, from which position, how
+    many, and what they were: P prefill, R prefill that is computed again after a preemption, D decode.
+    """
+
+    step: int
+    start: float = 0.0
+    end: float = 0.0
+    request_ids: list[str] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    kinds: str = ""
+    sampled: dict[str, int] = field(default_factory=dict)
+    admitted: list[str] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    swapped_out: list[str] = field(default_factory=list)
+    swapped_in: list[str] = field(default_factory=list)
+    cached: dict[str, int] = field(default_factory=dict)
+    """Tokens that a request admitted or resumed in this step took from the prefix cache (only above 0)."""
+    new_blocks: dict[str, list[int]] = field(default_factory=dict)
+    """Block ids appended to each request's table. All its blocks go back when it is preempted or finishes."""
+    reasons: dict[str, Blocked] = field(default_factory=dict)
+    num_waiting: int = 0
+    num_running: int = 0
+    budget: int | None = None
+    free_blocks: int = 0
+    """Free after planning, before finished requests are freed; cached blocks that nobody holds are free too."""
+    cached_blocks: int = 0
+    """How many of the free blocks the prefix index still knows."""
+    finished: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(self.counts)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of decoding requests."""
+        return sum(n for n, kind in zip(self.counts, self.kinds, strict=True) if kind == "D")
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prefill tokens, computed for the first time or again."""
+        return self.num_tokens - self.decode_tokens
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the start of planning to the end of the commit."""
+        return self.end - self.start
+
+
+@dataclass
+class Trace:
+    """A recorded run.
+
+    Args:
+        policy: name of the scheduling policy.
+        model: name of the model, or "" where tokens were made up.
+        config: the scheduler's configuration as plain data.
+    """
+
+    policy: str = ""
+    model: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    requests: dict[str, RequestRecord] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+    finished: dict[str, FinishRecord] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({self.policy}, {len(self.requests)} requests, {len(self.steps)} steps, "
+            f"digest={self.digest()})"
+        )
+
+    def digest(self) -> str:
+        """Twelve hex digits over everything that was decided; times and texts are left out."""
+        digest = hashlib.sha256()
+        for line in self._lines():
+            for key in _NOT_IN_DIGEST:
+                line.pop(key, None)
+            digest.update(json.dumps(line, sort_keys=True).encode())
+        return digest.hexdigest()[:12]
+
+    def dumps(self) -> str:
+        """The trace as JSON lines."""
+        return "".join(json.dumps(line) + "\n" for line in self._lines())
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace to a file of JSON lines."""
+        Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a trace file.
+
+        Raises:
+            TraceError: the file is not a trace, is cut, or is of another version.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TraceError(f"{path}: cannot be read as a trace: {error}") from error
+        return cls.loads(text, name=str(path))
+
+    @classmethod
+    def loads(cls, text: str, name: str = "trace") -> Trace:
+        """Read a trace from JSON lines; see `load`."""
+        lines = text.splitlines()
+        if not lines or not text.endswith("\n"):
+            raise TraceError(
+                f"{name}: the file is empty or its last line is cut; record the run again"
+            )
+        trace = _header(_parse(name, 1, lines[0]), name)
+        for number, line in enumerate(lines[1:], start=2):
+            trace._read(_parse(name, number, line), f"{name}, line {number}")
+        trace._check_complete(name)
+        return trace
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """Header, requests before the step they were known in, steps, finishes after their step; last the end."""
+        yield {
+            "contbatch_trace": VERSION,
+            "policy": self.policy,
+            "model": self.model,
+            "config": self.config,
+        }
+        requests = iter(self.requests.values())
+        finishes = iter(self.finished.items())
+        request, finish = next(requests, None), next(finishes, None)
+        for count in range(len(self.steps) + 1):
+            while request is not None and request.arrival_step <= count:
+                yield {"type": "request", **asdict(request)}
+                request = next(requests, None)
+            while finish is not None and finish[1].step <= count:
+                yield {"type": "finish", "request_id": finish[0], **asdict(finish[1])}
+                finish = next(finishes, None)
+            if count < len(self.steps):
+                yield {"type": "step", **asdict(self.steps[count])}
+        yield {"type": "end", "num_steps": len(self.steps)}
+
+    def _read(self, line: dict[str, Any], where: str) -> None:
+        kind = line.pop("type", None)
+        try:
+            if kind == "request":
+                self.requests[line["request_id"]] = RequestRecord(**line)
+            elif kind == "finish":
+                self.finished[line.pop("request_id")] = FinishRecord(**line)
+            elif kind == "step":
+                self.steps.append(_step(line, len(self.steps)))
+            elif kind == "end":
+                if line["num_steps"] != len(self.steps):
+                    raise TraceError(
+                        f"{line['num_steps']} steps were written, {len(self.steps)} are here"
+                    )
+            else:
+                raise TraceError(f"unknown kind of line {kind!r}")
+        except (TypeError, KeyError, ValueError) as error:
+            raise TraceError(f"{where}: not a line of a trace: {error}") from error
+        self._ended = kind == "end"
+
+    _ended: bool = field(default=False, init=False, repr=False, compare=False)
+
+    def _check_complete(self, name: str) -> None:
+        if not self._ended:
+            raise TraceError(
+                f"{name}: the trace stops before its end line; it was cut, record it again"
+            )
+        unknown = {i for step in self.steps for i in step.request_ids} | set(self.finished)
+        unknown -= set(self.requests)
+        if unknown:
+            raise TraceError(f"{name}: steps mention {sorted(unknown)[:3]}, which never arrived")
+
+
+_NOT_IN_DIGEST = ("start", "end", "time", "arrival_time", "text", "prompt", "model")
+
+
+def _parse(name: str, number: int, line: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(
+            f"{name}, line {number}: not JSON ({error.msg}); the file is damaged"
+        ) from error
+    if not isinstance(parsed, dict):
+        raise TraceError(
+            f"{name}, line {number}: expected an object, found {type(parsed).__name__}"
+        )
+    return parsed
+
+
+def _header(line: dict[str, Any], name: str) -> Trace:
+    version = line.get("contbatch_trace")
+    if version != VERSION:
+        found = "no version" if version is None else f"version {version!r}"
+        raise TraceError(
+            f"{name}: {found} in the first line; this package reads trace version {VERSION}"
+        )
+    config = line.get("config", {})
+    if not isinstance(config, dict):
+        raise TraceError(f"{name}: config is {type(config).__name__}; expected an object")
+    return Trace(str(line.get("policy", "")), str(line.get("model", "")), config)
+
+
+_LISTS = {f.name for f in fields(StepRecord) if str(f.type).startswith("list")}
+_MAPS = {f.name for f in fields(StepRecord) if str(f.type).startswith("dict")}
+
+
+def _step(line: dict[str, Any], expected: int) -> StepRecord:
+    for key, value in line.items():
+        if key in _LISTS and not isinstance(value, list):
+            raise TraceError(f"{key} is {type(value).__name__}; expected a list")
+        if key in _MAPS and not isinstance(value, Mapping):
+            raise TraceError(f"{key} is {type(value).__name__}; expected an object")
+    step = StepRecord(**line)
+    if step.step != expected:
+        raise TraceError(f"step {step.step} where step {expected} was expected")
+    columns = {len(step.request_ids), len(step.starts), len(step.counts), len(step.kinds)}
+    if len(columns) != 1:
+        raise TraceError("request_ids, starts, counts and kinds differ in length")
+    step.reasons = {key: Blocked(*value) for key, value in step.reasons.items()}
+    return step
