@@ -1,3 +1,55 @@
-"""contbatch: continuous batching for language models, small enough to read and to teach with."""
+"""contbatch: continuous batching for language models, small enough to read and to teach with.
+
+`import contbatch` is light: PyTorch, NumPy and the widgets are loaded only by the calls that need them.
+"""
+
+from __future__ import annotations
+
+from contbatch.batch import BatchedRequest, BatchStats, FlatBatch, ScheduledBatch
+from contbatch.blocks import BlockPool
+from contbatch.budget import TokenBudget
+from contbatch.engine import Completion, Engine, TokenEvent
+from contbatch.errors import ContbatchError
+from contbatch.executor import Executor, ScriptedExecutor
+from contbatch.plan import BlockReason, DecodeTask, IterationPlan, PrefillTask
+from contbatch.policies import POLICIES, PrefillDecodeBudget, StaticBatching, VllmV1, policy_by_name
+from contbatch.request import FinishReason, Priority, Request, RequestStatus, SamplingParams
+from contbatch.scheduler import Policy, Scheduler, SchedulerConfig, Step
+from contbatch.trace import StepRecord, Trace
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "POLICIES",
+    "BatchStats",
+    "BatchedRequest",
+    "BlockPool",
+    "BlockReason",
+    "Completion",
+    "ContbatchError",
+    "DecodeTask",
+    "Engine",
+    "Executor",
+    "FinishReason",
+    "FlatBatch",
+    "IterationPlan",
+    "Policy",
+    "PrefillDecodeBudget",
+    "PrefillTask",
+    "Priority",
+    "Request",
+    "RequestStatus",
+    "SamplingParams",
+    "ScheduledBatch",
+    "Scheduler",
+    "SchedulerConfig",
+    "ScriptedExecutor",
+    "StaticBatching",
+    "Step",
+    "StepRecord",
+    "TokenBudget",
+    "TokenEvent",
+    "Trace",
+    "VllmV1",
+    "policy_by_name",
+]

@@ -51,9 +51,7 @@ class BatchedRequest:
 
     def __post_init__(self) -> None:
         if not self.token_ids:
-            raise InvalidRequest(
-                f"request {self.request_id!r} has no tokens in this batch; give at least one"
-            )
+            raise InvalidRequest(f"request {self.request_id!r} has no tokens in this batch; give at least one")
         if self.position_offset < 0 or self.position_offset != self.context_len:
             raise InvalidRequest(
                 f"request {self.request_id!r}: position {self.position_offset} and context {self.context_len} "
@@ -93,9 +91,7 @@ class BatchedRequest:
         context_len: int,
     ) -> BatchedRequest:
         """The newest token of a sequence, fed in to get the next one."""
-        return cls(
-            request_id, (token_id,), position, kv_cache_slot, tuple(block_table), False, context_len
-        )
+        return cls(request_id, (token_id,), position, kv_cache_slot, tuple(block_table), False, context_len)
 
     @property
     def num_tokens(self) -> int:
@@ -158,14 +154,10 @@ class ScheduledBatch:
         """One batch: all prefills in order, then all decodes in order."""
         for part in prefill:
             if not part.is_prefill:
-                raise InvalidRequest(
-                    f"request {part.request_id!r} is a decode in the list of prefills"
-                )
+                raise InvalidRequest(f"request {part.request_id!r} is a decode in the list of prefills")
         for part in decode:
             if part.is_prefill:
-                raise InvalidRequest(
-                    f"request {part.request_id!r} is a prefill in the list of decodes"
-                )
+                raise InvalidRequest(f"request {part.request_id!r} is a prefill in the list of decodes")
         return cls(batch_id, [*prefill, *decode])
 
     def split_by_type(self) -> tuple[list[BatchedRequest], list[BatchedRequest]]:
@@ -298,17 +290,13 @@ class FlatBatch:
         cu_seqlens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         row = np.repeat(np.arange(len(parts)), lengths)
         positions = np.arange(cu_seqlens[-1]) - cu_seqlens[row] + context[row]
-        tables = np.zeros(
-            (len(parts), max((len(p.block_table) for p in parts), default=0)), np.int64
-        )
+        tables = np.zeros((len(parts), max((len(p.block_table) for p in parts), default=0)), np.int64)
         for index, part in enumerate(parts):
             tables[index, : len(part.block_table)] = part.block_table
         sampled = [index for index, part in enumerate(parts) if part.sample]
         return cls(
             request_ids=tuple(part.request_id for part in parts),
-            input_ids=np.array(
-                [token for part in parts for token in part.token_ids], dtype=np.int64
-            ),
+            input_ids=np.array([token for part in parts for token in part.token_ids], dtype=np.int64),
             positions=positions,
             slot_mapping=tables[row, positions // block_size] * block_size + positions % block_size,
             cu_seqlens=cu_seqlens,

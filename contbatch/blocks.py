@@ -188,6 +188,4 @@ class BlockPool:
         if indexed != {block: key.hash for block, key in self._keys.items()}:
             raise IntegrityError("the prefix index and the blocks' own keys disagree")
         if self._num_cached != sum(block in self._keys for block in self._free):
-            raise IntegrityError(
-                f"{self._num_cached} cached blocks are counted, which is not what the free list holds"
-            )
+            raise IntegrityError(f"{self._num_cached} cached blocks are counted, which is not what the free list holds")

@@ -24,9 +24,7 @@ class Executor(Protocol):
     eos_token_ids: frozenset[int]
     """Tokens that end a sequence unless a request says `ignore_eos`."""
 
-    def execute(
-        self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]
-    ) -> Mapping[str, int | Exception]:
+    def execute(self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]) -> Mapping[str, int | Exception]:
         """Compute the batch; return one token per request whose part says `sample`.
 
         A request whose sampling failed gets the exception in place of its token: it alone ends with an error.
@@ -57,16 +55,10 @@ class ScriptedExecutor:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._first_output: dict[str, int] = {}
 
-    def execute(
-        self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]
-    ) -> Mapping[str, int | Exception]:
+    def execute(self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]) -> Mapping[str, int | Exception]:
         """One scripted token per sampling request; nothing is computed."""
         del sampling
-        return {
-            part.request_id: self._token(part.request_id, part.seq_len)
-            for part in batch
-            if part.sample
-        }
+        return {part.request_id: self._token(part.request_id, part.seq_len) for part in batch if part.sample}
 
     def _token(self, request_id: str, position: int) -> int:
         if callable(self.script):

@@ -8,18 +8,20 @@ checked.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 
 from contbatch.budget import UNLIMITED, TokenBudget, at_least_one
 from contbatch.errors import InvalidConfig, UnknownName
 from contbatch.plan import BlockReason
 from contbatch.request import RunningRequest
 from contbatch.scheduler import Policy, SchedulerConfig, Step
+from contbatch.waiting import QueueKey
 
 
 class FirstComeFirstServed:
     """What the policies here share: queue in order of arrival, one budget of max_num_batched_tokens."""
 
-    queue_key = None
+    queue_key: QueueKey | None = None
 
     @property
     def name(self) -> str:
@@ -84,9 +86,7 @@ class VllmV1(FirstComeFirstServed):
             fit = len(request.token_ids) if config.scheduler_reserve_full_isl else None
             spare = config.watermark_blocks if step.running else 0
             if not step.admit(request, min(num_tokens, left), hit, fit=fit, spare=spare):
-                return step.skip(
-                    request, BlockReason.BLOCKS, *_blocks_short(step, request, hit.num_tokens)
-                )
+                return step.skip(request, BlockReason.BLOCKS, *_blocks_short(step, request, hit.num_tokens))
 
 
 class StaticBatching(FirstComeFirstServed):
@@ -116,9 +116,7 @@ class StaticBatching(FirstComeFirstServed):
             request = step.waiting.head
             hit = step.cached_prefix(request)
             if not step.admit(request, request.owed - hit.num_tokens, hit):
-                return step.skip(
-                    request, BlockReason.BLOCKS, *_blocks_short(step, request, hit.num_tokens)
-                )
+                return step.skip(request, BlockReason.BLOCKS, *_blocks_short(step, request, hit.num_tokens))
 
 
 class PrefillDecodeBudget(FirstComeFirstServed):
@@ -158,20 +156,18 @@ class PrefillDecodeBudget(FirstComeFirstServed):
         """Decodes, ongoing prefills, then the queue."""
         _grant_in_order(step, decodes=True)
         _grant_in_order(step, decodes=False)
-        while (
-            step.waiting and step.seats_left and step.budget.remaining_prefill and not step.victims
-        ):
+        while step.waiting and step.seats_left and step.budget.remaining_prefill and not step.victims:
             request = step.waiting.head
             hit = step.cached_prefix(request)
             num_tokens = min(request.owed - hit.num_tokens, step.budget.remaining_prefill)
             if not step.admit(request, num_tokens, hit, fit=len(request.token_ids)):
-                return step.skip(
-                    request, BlockReason.BLOCKS, *_blocks_short(step, request, hit.num_tokens)
-                )
+                return step.skip(request, BlockReason.BLOCKS, *_blocks_short(step, request, hit.num_tokens))
 
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.__name__: policy for policy in (VllmV1, StaticBatching, PrefillDecodeBudget)
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "VllmV1": VllmV1,
+    "StaticBatching": StaticBatching,
+    "PrefillDecodeBudget": PrefillDecodeBudget,
 }
 
 

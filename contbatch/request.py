@@ -95,9 +95,7 @@ class SamplingParams:
             raise InvalidRequest(f"top_p is {self.top_p}; use a number above 0 and up to 1")
         for text in self.stop_strings:
             if not isinstance(text, str) or not text:
-                raise InvalidRequest(
-                    f"stop contains {text!r}; every stop string needs at least one character"
-                )
+                raise InvalidRequest(f"stop contains {text!r}; every stop string needs at least one character")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, least=0, fix="token ids")
 
@@ -142,13 +140,9 @@ class Request:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
         if not isinstance(self.request_id, str) or not self.request_id:
-            raise InvalidRequest(
-                f"request_id is {self.request_id!r}; use a string that is not empty"
-            )
+            raise InvalidRequest(f"request_id is {self.request_id!r}; use a string that is not empty")
         if not self.prompt_token_ids:
-            raise InvalidRequest(
-                f"request {self.request_id!r} has an empty prompt; give it at least one token"
-            )
+            raise InvalidRequest(f"request {self.request_id!r} has an empty prompt; give it at least one token")
         for token in self.prompt_token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise InvalidRequest(

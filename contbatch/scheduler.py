@@ -85,9 +85,7 @@ class SchedulerConfig:
                 f"long_prefill_token_threshold is {threshold!r}; use an integer of at least 0, where 0 turns it off"
             )
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
-            raise InvalidConfig(
-                f"watermark is {self.watermark!r}; use a share of the pool in [0, 1)"
-            )
+            raise InvalidConfig(f"watermark is {self.watermark!r}; use a share of the pool in [0, 1)")
 
     @property
     def watermark_blocks(self) -> int:
@@ -272,9 +270,8 @@ class Scheduler:
             SchedulerStalled: nothing has moved for too long; names a request and the reason.
         """
         if self._planned is not None:
-            raise PolicyError(
-                "the last plan is neither committed nor rolled back; do one of them first"
-            )
+            raise PolicyError("the last plan is neither committed nor rolled back; do one of them first")
+        self._watch_thrashing()
         step = Step(self, self.policy.token_budget(self.config))
         try:
             self.policy.schedule(step)
@@ -282,9 +279,7 @@ class Scheduler:
             step.undo()
             if isinstance(error, ContbatchError):
                 raise
-            raise PolicyError(
-                f"policy {self.policy.name} raised {error!r}; its grants were undone"
-            ) from error
+            raise PolicyError(f"policy {self.policy.name} raised {error!r}; its grants were undone") from error
         plan = step.to_plan()
         self._watch_idle(plan)
         self._planned = step
@@ -317,7 +312,6 @@ class Scheduler:
                 outputs.append(Output(request, None, FinishReason.ABORT))
             elif computed == len(request.token_ids):
                 outputs.append(self._append(request, sampled.get(request.request_id)))
-        self._watch_thrashing()
         return outputs
 
     def rollback(self, plan: IterationPlan) -> None:
@@ -354,9 +348,7 @@ class Scheduler:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             return InvalidRequest(f"the executor returned {token!r}, which is not a token id")
         if self.vocab_size is not None and token >= self.vocab_size:
-            return InvalidRequest(
-                f"the executor returned {token}, outside the vocabulary of {self.vocab_size}"
-            )
+            return InvalidRequest(f"the executor returned {token}, outside the vocabulary of {self.vocab_size}")
         return None
 
     def _stop_reason(self, request: RunningRequest, token: int) -> FinishReason | None:
@@ -391,11 +383,7 @@ class Scheduler:
     def _diagnosis(self, plan: IterationPlan | None) -> str:
         request = next(iter(self.requests.values()))
         blocked = plan.blocked.get(request.request_id) if plan else None
-        why = (
-            f"blocked by {blocked.reason}"
-            if blocked
-            else f"preempted {request.num_preemptions} times"
-        )
+        why = f"blocked by {blocked.reason}" if blocked else f"preempted {request.num_preemptions} times"
         return (
             f"{request!r} is {why}, with {self.pool.num_free} of {self.pool.num_blocks} blocks free under policy "
             f"{self.policy.name}; give the pool more blocks or let the policy grant what a request owes"
@@ -447,9 +435,7 @@ class Scheduler:
             raise IntegrityError("a request is lost, or is in two queues at once")
         slots = [request.kv_cache_slot for request in self.running]
         if sorted([*slots, *self._free_slots]) != list(range(self.config.max_num_seqs)):
-            raise IntegrityError(
-                f"slots are lost or shared: {slots} in use, {sorted(self._free_slots)} free"
-            )
+            raise IntegrityError(f"slots are lost or shared: {slots} in use, {sorted(self._free_slots)} free")
         for request in self.requests.values():
             self._check_request(request)
 
@@ -460,13 +446,9 @@ class Scheduler:
             return
         planned = request.num_computed_tokens + request.num_in_flight
         if len(request.block_table) < blocks_needed(planned, self.config.block_size):
-            raise IntegrityError(
-                f"{request!r}: its block table does not cover its {planned} tokens"
-            )
+            raise IntegrityError(f"{request!r}: its block table does not cover its {planned} tokens")
         if planned > len(request.token_ids):
-            raise IntegrityError(
-                f"{request!r}: {planned} tokens are computed or in flight, more than are known"
-            )
+            raise IntegrityError(f"{request!r}: {planned} tokens are computed or in flight, more than are known")
 
 
 @dataclass
@@ -629,17 +611,11 @@ class Step:
         """
         undo = self._undo.get(request.request_id)
         if undo is None:
-            raise PolicyError(
-                f"nothing to take back from {request!r}; it was not granted tokens in this step"
-            )
+            raise PolicyError(f"nothing to take back from {request!r}; it was not granted tokens in this step")
         size = self.config.block_size
-        planned = request.block_table[
-            request.num_computed_tokens // size : request.num_hashed_blocks
-        ]
+        planned = request.block_table[request.num_computed_tokens // size : request.num_hashed_blocks]
         if any(self._pool.ref_count[block] > 1 for block in planned):
-            raise PolicyError(
-                f"{request!r} cannot be taken back: a request admitted after it shares its new blocks"
-            )
+            raise PolicyError(f"{request!r} cannot be taken back: a request admitted after it shares its new blocks")
         del self._undo[request.request_id]
         count, kind = self.grants.remove(request)
         self.budget.refund(**{"decode" if kind == "D" else "prefill": count})
@@ -678,9 +654,7 @@ class Step:
         queue = self._scheduler.waiting
         (queue.push if to_back else queue.push_front)(request)
 
-    def skip(
-        self, request: RunningRequest, reason: BlockReason, needs: int = 0, left: int = 0
-    ) -> None:
+    def skip(self, request: RunningRequest, reason: BlockReason, needs: int = 0, left: int = 0) -> None:
         """Write down why `request` gets nothing in this step: what it needed and what was left."""
         self._blocked[request.request_id] = Blocked(reason.value, needs, left)
 
@@ -688,34 +662,22 @@ class Step:
 
     def _check_admission(self, request: RunningRequest) -> None:
         if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-            raise PolicyError(
-                f"admit {request!r}, which is not waiting; grant tokens to a running request"
-            )
+            raise PolicyError(f"admit {request!r}, which is not waiting; grant tokens to a running request")
         if self._scheduler.requests.get(request.request_id) is not request:
-            raise PolicyError(
-                f"admit {request!r}, which this scheduler does not know; admit from step.waiting"
-            )
+            raise PolicyError(f"admit {request!r}, which this scheduler does not know; admit from step.waiting")
         if request in self.victims:
-            raise PolicyError(
-                f"{request!r} was preempted in this step; it cannot be admitted in the same step"
-            )
+            raise PolicyError(f"{request!r} was preempted in this step; it cannot be admitted in the same step")
         if self.seats_left < 1:
-            raise PolicyError(
-                f"admit {request!r}: all {self.config.max_num_seqs} seats (max_num_seqs) are taken"
-            )
+            raise PolicyError(f"admit {request!r}: all {self.config.max_num_seqs} seats (max_num_seqs) are taken")
 
     def _check_grant(self, request: RunningRequest, num_tokens: int, owed: int) -> None:
         if request.request_id in self._undo:
             raise PolicyError(f"{request!r} was already granted tokens in this step")
         if num_tokens < 1 or num_tokens > owed:
-            raise PolicyError(
-                f"grant of {num_tokens} tokens to {request!r}, which owes {owed}; use 1 to {owed}"
-            )
+            raise PolicyError(f"grant of {num_tokens} tokens to {request!r}, which owes {owed}; use 1 to {owed}")
         left = self.tokens_left(request)
         if num_tokens > left:
-            raise PolicyError(
-                f"grant of {num_tokens} tokens to {request!r} with {left} left in the budget"
-            )
+            raise PolicyError(f"grant of {num_tokens} tokens to {request!r} with {left} left in the budget")
 
     def _record_grant(self, request: RunningRequest, num_tokens: int) -> None:
         if request.is_prefilling:
@@ -747,9 +709,7 @@ class Step:
     def to_plan(self) -> IterationPlan:
         """What was decided."""
         joined = {
-            request_id: undo.admitted_from
-            for request_id, undo in self._undo.items()
-            if undo.admitted_from is not None
+            request_id: undo.admitted_from for request_id, undo in self._undo.items() if undo.admitted_from is not None
         }
         self._explain_head()
         decisions: dict[str, Any] = {

@@ -103,6 +103,13 @@ class StepRecord:
         """Prefill tokens, computed for the first time or again."""
         return self.num_tokens - self.decode_tokens
 
+    def rename(self, old: str, new: str) -> None:
+        """Call a request by another id in this step."""
+        for name in _LISTS - {"starts", "counts"}:
+            setattr(self, name, [new if key == old else key for key in getattr(self, name)])
+        for name in _MAPS:
+            setattr(self, name, {new if k == old else k: v for k, v in getattr(self, name).items()})
+
     @property
     def duration(self) -> float:
         """Seconds from the start of planning to the end of the commit."""
@@ -127,10 +134,7 @@ class Trace:
     finished: dict[str, FinishRecord] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return (
-            f"Trace({self.policy}, {len(self.requests)} requests, {len(self.steps)} steps, "
-            f"digest={self.digest()})"
-        )
+        return f"Trace({self.policy}, {len(self.requests)} requests, {len(self.steps)} steps, digest={self.digest()})"
 
     def digest(self) -> str:
         """Twelve hex digits over everything that was decided; times and texts are left out."""
@@ -140,6 +144,14 @@ class Trace:
                 line.pop(key, None)
             digest.update(json.dumps(line, sort_keys=True).encode())
         return digest.hexdigest()[:12]
+
+    def rename(self, old: str, new: str) -> None:
+        """Call a request by another id everywhere (an id that is used again frees its old name)."""
+        self.requests = {new if key == old else key: value for key, value in self.requests.items()}
+        self.requests[new].request_id = new
+        self.finished = {new if key == old else key: value for key, value in self.finished.items()}
+        for step in self.steps:
+            step.rename(old, new)
 
     def dumps(self) -> str:
         """The trace as JSON lines."""
@@ -167,9 +179,7 @@ class Trace:
         """Read a trace from JSON lines; see `load`."""
         lines = text.splitlines()
         if not lines or not text.endswith("\n"):
-            raise TraceError(
-                f"{name}: the file is empty or its last line is cut; record the run again"
-            )
+            raise TraceError(f"{name}: the file is empty or its last line is cut; record the run again")
         trace = _header(_parse(name, 1, lines[0]), name)
         for number, line in enumerate(lines[1:], start=2):
             trace._read(_parse(name, number, line), f"{name}, line {number}")
@@ -204,14 +214,13 @@ class Trace:
             if kind == "request":
                 self.requests[line["request_id"]] = RequestRecord(**line)
             elif kind == "finish":
-                self.finished[line.pop("request_id")] = FinishRecord(**line)
+                request_id = line.pop("request_id")
+                self.finished[request_id] = FinishRecord(**line)
             elif kind == "step":
                 self.steps.append(_step(line, len(self.steps)))
             elif kind == "end":
                 if line["num_steps"] != len(self.steps):
-                    raise TraceError(
-                        f"{line['num_steps']} steps were written, {len(self.steps)} are here"
-                    )
+                    raise TraceError(f"{line['num_steps']} steps were written, {len(self.steps)} are here")
             else:
                 raise TraceError(f"unknown kind of line {kind!r}")
         except (TypeError, KeyError, ValueError) as error:
@@ -222,9 +231,7 @@ class Trace:
 
     def _check_complete(self, name: str) -> None:
         if not self._ended:
-            raise TraceError(
-                f"{name}: the trace stops before its end line; it was cut, record it again"
-            )
+            raise TraceError(f"{name}: the trace stops before its end line; it was cut, record it again")
         unknown = {i for step in self.steps for i in step.request_ids} | set(self.finished)
         unknown -= set(self.requests)
         if unknown:
@@ -238,13 +245,9 @@ def _parse(name: str, number: int, line: str) -> dict[str, Any]:
     try:
         parsed = json.loads(line)
     except json.JSONDecodeError as error:
-        raise TraceError(
-            f"{name}, line {number}: not JSON ({error.msg}); the file is damaged"
-        ) from error
+        raise TraceError(f"{name}, line {number}: not JSON ({error.msg}); the file is damaged") from error
     if not isinstance(parsed, dict):
-        raise TraceError(
-            f"{name}, line {number}: expected an object, found {type(parsed).__name__}"
-        )
+        raise TraceError(f"{name}, line {number}: expected an object, found {type(parsed).__name__}")
     return parsed
 
 
@@ -252,9 +255,7 @@ def _header(line: dict[str, Any], name: str) -> Trace:
     version = line.get("contbatch_trace")
     if version != VERSION:
         found = "no version" if version is None else f"version {version!r}"
-        raise TraceError(
-            f"{name}: {found} in the first line; this package reads trace version {VERSION}"
-        )
+        raise TraceError(f"{name}: {found} in the first line; this package reads trace version {VERSION}")
     config = line.get("config", {})
     if not isinstance(config, dict):
         raise TraceError(f"{name}: config is {type(config).__name__}; expected an object")

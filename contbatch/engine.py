@@ -1,0 +1,549 @@
+"""The engine: the loop that serves requests.
+
+One iteration is plan, execute, commit, record. The engine owns the clock, the tokenizer and the trace; the
+scheduler decides, the executor computes. It is single-threaded: whoever calls `step`, `run`, `generate` or
+iterates a stream drives it. Nothing here knows how a token is computed, and no HTTP server is included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
+
+from contbatch.budget import UNLIMITED
+from contbatch.detokenize import Decoder, IncrementalDetokenizer
+from contbatch.errors import InvalidConfig, InvalidRequest, StepFailed
+from contbatch.executor import Executor
+from contbatch.plan import Grants, IterationPlan
+from contbatch.policies import policy_by_name
+from contbatch.request import FinishReason, Priority, Request, RunningRequest, SamplingParams
+from contbatch.scheduler import Output, Policy, Scheduler, SchedulerConfig
+from contbatch.trace import FinishRecord, RequestRecord, StepRecord, Trace
+
+
+class Tokenizer(Decoder, Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One thing that happened to a request in a step.
+
+    Args:
+        request_id: whose event this is.
+        token_id: the token that was generated, if any.
+        text: text that became final with this event; "" while it is held back.
+        finish_reason: set on the last event of a request, and only there.
+        step: number of the step.
+    """
+
+    request_id: str
+    token_id: int | None
+    text: str
+    finish_reason: FinishReason | None
+    step: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request.
+
+    Args:
+        request_id: whose completion this is.
+        prompt: the prompt as text, if it was given as text.
+        prompt_token_ids, token_ids: prompt and generated tokens.
+        text: the generated text, without the stop string that ended it.
+        finish_reason: why it ended.
+        error: the exception that ended it, with finish reason ERROR.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    error: Exception | None = None
+
+
+@dataclass
+class _Client:
+    """What the engine keeps per unfinished request beside the scheduler's record."""
+
+    detokenizer: IncrementalDetokenizer
+    on_event: Callable[[TokenEvent], None] | None
+    events: deque[TokenEvent] | None = None
+    """Events that a stream has not given out yet; None where nobody streams."""
+    error: Exception | None = field(default=None)
+
+
+class Engine:
+    """Serves many requests at once.
+
+    Args:
+        executor: runs the forward pass.
+        config: limits of the scheduler; `max_model_len` is lowered to what the executor can process.
+        policy: a scheduling policy or its name.
+        tokenizer: needed for text prompts, text output and stop strings.
+        clock: seconds; a virtual clock makes runs repeatable.
+        model_name: written into the trace.
+        seed: where a sampled request brings no seed, its seed comes from here.
+
+    Raises:
+        InvalidConfig, UnknownName: for limits or a policy that do not exist.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: SchedulerConfig | None = None,
+        policy: Policy | str = "VllmV1",
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        model_name: str = "",
+        seed: int = 0,
+    ) -> None:
+        config = config or SchedulerConfig()
+        if executor.max_model_len is not None and executor.max_model_len < config.max_model_len:
+            config = replace(config, max_model_len=executor.max_model_len)
+        self.executor = executor
+        self.config = config
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self._start = clock()
+        self._random = random.Random(seed)
+        self.scheduler = Scheduler(
+            config,
+            policy_by_name(policy) if isinstance(policy, str) else policy,
+            executor.eos_token_ids,
+            executor.vocab_size,
+        )
+        self.trace = Trace(self.scheduler.policy.name, model_name, asdict(config))
+        self.completions: dict[str, Completion] = {}
+        """The last completion of each request id that was not collected by `generate` or `stream`."""
+        self._clients: dict[str, _Client] = {}
+        self._sampling: dict[str, SamplingParams] = {}
+        self._pending: IterationPlan | None = None
+        """A plan whose forward pass has not succeeded yet."""
+        self._in_step = False
+        self._deferred_aborts: list[str] | None = None
+        """Aborts asked for while events are delivered; None at other times."""
+        self._next_step = 0
+        """First step that a request added now can be part of."""
+        self._num_ids = 0
+
+    @classmethod
+    def load(
+        cls,
+        model: str = "pocket",
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        policy: Policy | str = "VllmV1",
+        seed: int = 0,
+        **limits: Any,
+    ) -> Engine:
+        """An engine with a real model.
+
+        Args:
+            model: "pocket" (the model inside the package), another known name, a folder, or a GGUF file.
+            device: "cpu", "cuda" or "mps".
+            dtype: "auto", "float32", "bfloat16", "float16" or "float64".
+            policy, seed: as in `Engine`.
+            limits: fields of `SchedulerConfig`.
+        """
+        try:
+            config = SchedulerConfig(**limits)
+        except TypeError as error:
+            names = ", ".join(SchedulerConfig.__dataclass_fields__)
+            raise InvalidConfig(f"{error}; the limits are {names}") from error
+        from contbatch.models import ModelExecutor, load_model
+
+        loaded = load_model(model, device=device, dtype=dtype)
+        executor = ModelExecutor(loaded, config.num_blocks, config.block_size)
+        return cls(executor, config, policy, loaded.tokenizer, model_name=loaded.name, seed=seed)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while any request is unfinished."""
+        return self.scheduler.has_unfinished
+
+    def now(self) -> float:
+        """Seconds since the engine was made."""
+        return self.clock() - self._start
+
+    # Requests
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = Priority.NORMAL,
+        on_event: Callable[[TokenEvent], None] | None = None,
+        client: str = "",
+    ) -> str:
+        """Queue a request; returns its id.
+
+        Args:
+            prompt: text, or token ids.
+            sampling: how to sample and when to stop; default `SamplingParams()`.
+            request_id: any string that no unfinished request uses; made up if None.
+            priority: lower is more urgent (priority policies only).
+            on_event: called with each event of this request. If it raises, this request alone ends with ERROR.
+            client: who asks (fair-share policies only).
+
+        Raises:
+            InvalidRequest: and its kinds; nothing else is affected.
+        """
+        sampling = self._seeded(sampling or SamplingParams())
+        request = Request(
+            self._new_id() if request_id is None else request_id,
+            self._encode(prompt),
+            sampling,
+            priority,
+            self.now(),
+            prompt if isinstance(prompt, str) else None,
+            client,
+        )
+        record = self.scheduler.add(request)
+        name = request.request_id
+        self._clients[name] = _Client(IncrementalDetokenizer(self.tokenizer, sampling.stop_strings), on_event)
+        self._sampling[name] = sampling
+        if name in self.trace.requests:
+            self._free_name(name)
+        self.trace.requests[name] = self._request_record(record)
+        return name
+
+    def _free_name(self, name: str) -> None:
+        """An id is used again: the earlier request keeps its place in the trace under another name."""
+        number = next(n for n in itertools.count(1) if f"{name}#{n}" not in self.trace.requests)
+        self.trace.rename(name, f"{name}#{number}")
+        self.completions.pop(name, None)
+
+    def _new_id(self) -> str:
+        while True:
+            request_id = f"r{self._num_ids}"
+            self._num_ids += 1
+            if request_id not in self.trace.requests:
+                return request_id
+
+    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise InvalidRequest("the prompt is text and this engine has no tokenizer; pass token ids or a tokenizer")
+        return self.tokenizer.encode(prompt)
+
+    def _seeded(self, sampling: SamplingParams) -> SamplingParams:
+        if sampling.stop_strings and self.tokenizer is None:
+            raise InvalidRequest(
+                f"stop is {sampling.stop_strings!r} and this engine has no tokenizer; use stop_token_ids"
+            )
+        if sampling.temperature == 0 or sampling.seed is not None:
+            return sampling
+        return replace(sampling, seed=self._random.getrandbits(31))
+
+    def _request_record(self, record: RunningRequest) -> RequestRecord:
+        request = record.request
+        return RequestRecord(
+            record.request_id,
+            record.num_prompt_tokens,
+            record.max_tokens,
+            int(request.priority),
+            self._next_step,
+            request.arrival_time,
+            request.prompt,
+            request.client,
+        )
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state it is; False if no unfinished request has this id.
+
+        Called from inside a step, it takes effect at the end of that step.
+        """
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            return False
+        if self._deferred_aborts is not None:
+            self._deferred_aborts.append(request_id)
+            return True
+        if not self._in_step:
+            self._drop_pending()
+        self.scheduler.abort(request_id)
+        if request_id not in self.scheduler.requests:
+            self._end(request, FinishReason.ABORT)
+        return True
+
+    def abort_all(self) -> int:
+        """Abort every unfinished request; returns how many there were."""
+        return sum(self.abort(request_id) for request_id in list(self.scheduler.requests))
+
+    # The loop
+
+    def step(self) -> list[TokenEvent]:
+        """One iteration; returns what happened, in batch order.
+
+        Raises:
+            StepFailed: the executor raised. Nothing is lost: the next call runs the same plan again.
+            PolicyError, SchedulerStalled: from the policy; its grants are undone.
+        """
+        if self._in_step:
+            raise StepFailed("step was called from inside a step; let the running step return first")
+        if not self.has_unfinished:
+            return []
+        self._in_step = True
+        try:
+            return self._step()
+        finally:
+            self._in_step = False
+
+    def _step(self) -> list[TokenEvent]:
+        start = self.now()
+        plan = self._pending or self.scheduler.plan()
+        self._next_step = len(self.trace.steps) + 1
+        sampled = self._execute(plan)
+        record = self._record(plan, start)
+        outputs = self.scheduler.commit(plan, sampled)
+        events = self._deliver_all(outputs, record)
+        record.end = self.now()
+        for request_id in record.finished:
+            self.trace.finished[request_id].time = record.end
+        return events
+
+    def _execute(self, plan: IterationPlan) -> Mapping[str, int | Exception]:
+        if not plan.has_work:
+            return {}
+        self._pending = plan
+        number = len(self.trace.steps)
+        try:
+            sampled = self.executor.execute(plan.to_scheduled_batch(number), self._sampling)
+            if not isinstance(sampled, Mapping):
+                raise TypeError(f"execute returned {type(sampled).__name__}, not a mapping of tokens")
+        except Exception as error:
+            raise StepFailed(
+                f"the forward pass of step {number} raised {error!r}; call step() to run it again, or abort requests"
+            ) from error
+        self._pending = None
+        return sampled
+
+    def _drop_pending(self) -> None:
+        """Give up a plan whose forward pass failed; the next step is planned anew."""
+        plan, self._pending = self._pending, None
+        if plan is None:
+            return
+        self.scheduler.rollback(plan)
+        self._next_step = len(self.trace.steps)
+        for request in self.trace.requests.values():
+            request.arrival_step = min(request.arrival_step, self._next_step)
+
+    def _deliver_all(self, outputs: Sequence[Output], record: StepRecord) -> list[TokenEvent]:
+        self._deferred_aborts = []
+        events = [self._deliver(output, record) for output in outputs]
+        aborts, self._deferred_aborts = self._deferred_aborts, None
+        for request_id in aborts:
+            request = self.scheduler.requests.get(request_id)
+            if request is not None:
+                self.scheduler.abort(request_id)
+                events.append(self._end(request, FinishReason.ABORT, record))
+        return events
+
+    def _record(self, plan: IterationPlan, start: float) -> StepRecord:
+        scheduler, grants = self.scheduler, plan.grants or Grants()
+        budget = scheduler.policy.token_budget(self.config).max_total_tokens
+        record = StepRecord(
+            step=len(self.trace.steps),
+            start=start,
+            request_ids=[request.request_id for request in grants.requests],
+            starts=list(grants.starts),
+            counts=list(grants.counts),
+            kinds="".join(grants.kinds),
+            admitted=list(plan.admitted),
+            resumed=list(plan.resumed),
+            preempted=list(plan.evicted_requests),
+            cached=dict(plan.cached),
+            new_blocks={request_id: list(blocks) for request_id, blocks in plan.new_blocks.items()},
+            reasons=dict(plan.blocked),
+            num_waiting=plan.num_waiting,
+            num_running=len(scheduler.running),
+            budget=budget if budget < UNLIMITED else None,
+            free_blocks=scheduler.pool.num_free,
+            cached_blocks=scheduler.pool.num_cached,
+        )
+        self.trace.steps.append(record)
+        return record
+
+    def _deliver(self, output: Output, record: StepRecord) -> TokenEvent:
+        """Turn one output into an event: text, stop strings, the client's callback, the end."""
+        request, token, reason = output.request, output.token_id, output.finish_reason
+        client = self._clients[request.request_id]
+        client.error = output.error
+        if token is None:
+            return self._end(request, reason or FinishReason.ERROR, record)
+        record.sampled[request.request_id] = token
+        text = ""
+        if reason not in (FinishReason.EOS, FinishReason.STOP):
+            text = client.detokenizer.feed(token)
+        if client.detokenizer.stopped:
+            reason = FinishReason.STOP
+        if reason is not None:
+            return self._end(request, reason, record, token, text)
+        event = TokenEvent(request.request_id, token, text, None, record.step)
+        self._notify(client, event)
+        if client.error is not None:
+            return self._end(request, FinishReason.ERROR, record)
+        return event
+
+    def _notify(self, client: _Client, event: TokenEvent) -> None:
+        if client.events is not None:
+            client.events.append(event)
+        try:
+            if client.on_event is not None:
+                client.on_event(event)
+        except Exception as error:  # a callback may raise anything; only its own request ends
+            client.error = client.error or error
+
+    def _end(
+        self,
+        request: RunningRequest,
+        reason: FinishReason,
+        record: StepRecord | None = None,
+        token: int | None = None,
+        text: str = "",
+    ) -> TokenEvent:
+        """End a request, once: last event, trace, completion. `token` and `text` come with the last event."""
+        name = request.request_id
+        if self.scheduler.requests.get(name) is request:
+            self.scheduler.finish(request, reason)
+        client = self._clients.pop(name)
+        del self._sampling[name]
+        step = record.step if record is not None else len(self.trace.steps)
+        event = TokenEvent(name, token, text + client.detokenizer.flush(), reason, step)
+        self._notify(client, event)
+        text = client.detokenizer.text
+        if record is not None:
+            record.finished[name] = reason.value
+        self.trace.finished[name] = FinishRecord(
+            reason.value, len(self.trace.steps), self.now(), request.num_output_tokens, text
+        )
+        self.completions[name] = Completion(
+            name,
+            request.request.prompt,
+            tuple(request.request.prompt_token_ids),
+            tuple(request.output_token_ids),
+            text,
+            reason,
+            client.error,
+        )
+        return event
+
+    # Ways to drive the loop
+
+    def run(self, max_steps: int | None = None) -> list[Completion]:
+        """Step until every request has finished, or `max_steps` steps; returns what finished, in that order."""
+        before = set(self.completions)
+        steps = 0
+        while self.has_unfinished and (max_steps is None or steps < max_steps):
+            self.step()
+            steps += 1
+        return [done for name, done in self.completions.items() if name not in before]
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Serve some prompts together; returns their completions in the order of the prompts.
+
+        Args:
+            prompts: texts or token id lists.
+            sampling: one for all, or one for each prompt.
+
+        Raises:
+            InvalidRequest: one prompt was refused; none of them is served.
+        """
+        ids: list[str] = []
+        try:
+            for prompt, params in zip(prompts, self._each(prompts, sampling), strict=True):
+                ids.append(self.add_request(prompt, params))
+            while any(request_id in self._clients for request_id in ids):
+                self.step()
+        finally:
+            for request_id in ids:
+                self.abort(request_id)
+        return [self.completions.pop(request_id) for request_id in ids]
+
+    def _each(
+        self,
+        prompts: Sequence[object],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> Sequence[SamplingParams | None]:
+        if isinstance(prompts, str):
+            raise InvalidRequest("prompts is one text; pass a list of prompts")
+        if sampling is None or isinstance(sampling, SamplingParams):
+            return [sampling] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise InvalidRequest(
+                f"{len(prompts)} prompts and {len(sampling)} sampling parameters; pass one, or one each"
+            )
+        return sampling
+
+    def stream(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, **request: Any
+    ) -> TokenStream:
+        """Serve one request and give out its events as they come; other requests go on meanwhile.
+
+        Whoever iterates drives the engine. Closing the stream aborts the request.
+
+        Args:
+            prompt, sampling: as in `add_request`.
+            request: further arguments of `add_request`.
+        """
+        request_id = self.add_request(prompt, sampling, **request)
+        events: deque[TokenEvent] = deque()
+        self._clients[request_id].events = events
+        return TokenStream(self, request_id, events)
+
+
+class TokenStream(Iterator[TokenEvent]):
+    """The events of one request, in order; the last one carries the finish reason."""
+
+    def __init__(self, engine: Engine, request_id: str, events: deque[TokenEvent]) -> None:
+        self._engine = engine
+        self._events = events
+        self._ended = False
+        self.request_id = request_id
+
+    def __next__(self) -> TokenEvent:
+        if self._ended:
+            raise StopIteration
+        while not self._events:
+            self._engine.step()
+        event = self._events.popleft()
+        if event.finish_reason is not None:
+            self._ended = True
+            self._engine.completions.pop(self.request_id, None)
+        return event
+
+    def close(self) -> None:
+        """Abort the request if it has not finished."""
+        if not self._ended:
+            self._ended = True
+            self._engine.abort(self.request_id)
+            self._engine.completions.pop(self.request_id, None)
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
