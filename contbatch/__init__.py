@@ -8,13 +8,15 @@ from __future__ import annotations
 from contbatch.batch import BatchedRequest, BatchStats, FlatBatch, ScheduledBatch
 from contbatch.blocks import BlockPool
 from contbatch.budget import TokenBudget
+from contbatch.config import SchedulerConfig
 from contbatch.engine import Completion, Engine, TokenEvent
 from contbatch.errors import ContbatchError
 from contbatch.executor import Executor, ScriptedExecutor
 from contbatch.plan import BlockReason, DecodeTask, IterationPlan, PrefillTask
 from contbatch.policies import POLICIES, PrefillDecodeBudget, StaticBatching, VllmV1, policy_by_name
 from contbatch.request import FinishReason, Priority, Request, RequestStatus, SamplingParams
-from contbatch.scheduler import Policy, Scheduler, SchedulerConfig, Step
+from contbatch.scheduler import Scheduler
+from contbatch.step import Policy, Step
 from contbatch.trace import StepRecord, Trace
 
 __version__ = "0.1.0"

@@ -16,13 +16,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from contbatch.budget import UNLIMITED
+from contbatch.config import SchedulerConfig
 from contbatch.detokenize import Decoder, IncrementalDetokenizer
 from contbatch.errors import InvalidConfig, InvalidRequest, StepFailed
 from contbatch.executor import Executor
 from contbatch.plan import Grants, IterationPlan
 from contbatch.policies import policy_by_name
 from contbatch.request import FinishReason, Priority, Request, RunningRequest, SamplingParams
-from contbatch.scheduler import Output, Policy, Scheduler, SchedulerConfig
+from contbatch.scheduler import Output, Scheduler
+from contbatch.step import Policy
 from contbatch.trace import FinishRecord, RequestRecord, StepRecord, Trace
 
 

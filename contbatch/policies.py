@@ -11,10 +11,11 @@ import difflib
 from collections.abc import Callable
 
 from contbatch.budget import UNLIMITED, TokenBudget, at_least_one
+from contbatch.config import SchedulerConfig
 from contbatch.errors import InvalidConfig, UnknownName
 from contbatch.plan import BlockReason
 from contbatch.request import RunningRequest
-from contbatch.scheduler import Policy, SchedulerConfig, Step
+from contbatch.step import Policy, Step
 from contbatch.waiting import QueueKey
 
 
