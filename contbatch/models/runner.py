@@ -1,0 +1,64 @@
+"""One mixed forward pass per step: the executor that runs a real model.
+
+The one idea: prompts, chunks and decode tokens of a step lie on one token axis and go through the model together,
+and logits are computed only for the rows that will be sampled. The executor keeps nothing between steps but the
+cache: which block belongs to whom comes with every batch.
+
+Left out: persistent device buffers, CUDA graphs, planning the next step while the device works (part of making
+it fast).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from contbatch.batch import FlatBatch, ScheduledBatch
+from contbatch.errors import InvalidConfig
+from contbatch.models.attention import PagedAttention, PagedCache
+from contbatch.models.checkpoint import LoadedModel
+from contbatch.models.sampler import sample
+from contbatch.request import SamplingParams
+
+
+class ModelExecutor:
+    """Runs scheduled batches on a model with a paged cache; implements `contbatch.executor.Executor`.
+
+    Args:
+        loaded: the model.
+        num_blocks: usable cache blocks; one more is kept as the null block 0.
+        block_size: tokens a block.
+
+    Raises:
+        InvalidConfig: a size below 1, or more cache than there is memory.
+    """
+
+    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if value < 1:
+                raise InvalidConfig(f"{name} is {value}; use at least 1")
+        self.loaded = loaded
+        self.vocab_size: int | None = loaded.config.vocab_size
+        self.max_model_len: int | None = loaded.config.max_model_len
+        self.eos_token_ids = loaded.eos_token_ids
+        self.cache = PagedCache(loaded.config, num_blocks, block_size, loaded.device, loaded.dtype)
+
+    def execute(
+        self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]
+    ) -> Mapping[str, int | Exception]:
+        """One token for each request that samples in this step; an exception where that one failed."""
+        flat = batch.flatten(self.cache.block_size)
+        logits = self.forward(flat)
+        positions = [part.seq_len for part in batch if part.sample]
+        return sample(logits, flat.sample_request_ids, positions, sampling)
+
+    @torch.inference_mode()
+    def forward(self, flat: FlatBatch) -> Tensor:
+        """Logits [S, vocab_size] of the rows to sample; K and V of all T tokens are in the cache after."""
+        device, model = self.loaded.device, self.loaded.model
+        input_ids = torch.from_numpy(flat.input_ids).to(device)
+        positions = torch.from_numpy(flat.positions).to(device)
+        hidden = model(input_ids, positions, PagedAttention(self.cache, flat))
+        return model.logits(hidden[torch.from_numpy(flat.sample_rows).to(device)])
