@@ -104,7 +104,8 @@ class TokenBudget:
 
     def refund(self, *, prefill: int = 0, decode: int = 0) -> None:
         """Return the tokens of one sequence whose grant was taken back in this iteration."""
-        if prefill < 0 or decode < 0 or prefill > self.prefill_tokens or decode > self.decode_tokens:
+        granted = 0 <= prefill <= self.prefill_tokens and 0 <= decode <= self.decode_tokens
+        if not granted or prefill + decode < 1:
             raise InvalidConfig(
                 f"refund of {prefill} prefill and {decode} decode tokens, but only {self.prefill_tokens} and "
                 f"{self.decode_tokens} are allocated; refund what was granted, once"

@@ -9,11 +9,15 @@ rest of it, a decoding request exactly one token, a preempted request everything
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Any
 
 from contbatch.errors import InvalidRequest
+
+MAX_TOKEN_ID = 2**31 - 1
+"""The largest token id that the arrays of a batch and the block hashes have room for."""
 
 
 class Priority(IntEnum):
@@ -79,9 +83,9 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, least=1, fix="or None for as many as fit")
         _integer("top_k", self.top_k, least=0, fix="where 0 turns it off")
@@ -105,13 +109,19 @@ class SamplingParams:
         return tuple(self.stop or ())
 
 
+def _tuple(name: str, value: object) -> tuple[Any, ...]:
+    if not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name} is {value!r}; use a list")
+    return tuple(value)
+
+
 def _integer(name: str, value: object, *, least: int, fix: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidRequest(f"{name} is {value!r}; use an integer of at least {least}, {fix}")
 
 
 def _number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
         raise InvalidRequest(f"{name} is {value!r}; use a finite number")
 
 
@@ -138,25 +148,22 @@ class Request:
     client: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt_token_ids", tuple(self.prompt_token_ids))
         if not isinstance(self.request_id, str) or not self.request_id:
             raise InvalidRequest(f"request_id is {self.request_id!r}; use a string that is not empty")
+        name = f"request {self.request_id!r}"
+        object.__setattr__(self, "prompt_token_ids", _tuple(f"{name}: prompt", self.prompt_token_ids))
         if not self.prompt_token_ids:
-            raise InvalidRequest(f"request {self.request_id!r} has an empty prompt; give it at least one token")
+            raise InvalidRequest(f"{name} has an empty prompt; give it at least one token")
         for token in self.prompt_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise InvalidRequest(
-                    f"request {self.request_id!r}: prompt holds {token!r}; token ids are integers of at least 0"
-                )
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+                raise InvalidRequest(f"{name}: prompt holds {token!r}; token ids are integers from 0 to {MAX_TOKEN_ID}")
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequest(f"{name}: sampling is {self.sampling!r}; use SamplingParams(...)")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            raise InvalidRequest(
-                f"request {self.request_id!r}: priority is {self.priority!r}; use an integer, lower is more urgent"
-            )
-        _number(f"request {self.request_id!r}: arrival_time", self.arrival_time)
+            raise InvalidRequest(f"{name}: priority is {self.priority!r}; use an integer, lower is more urgent")
+        _number(f"{name}: arrival_time", self.arrival_time)
         if self.arrival_time < 0:
-            raise InvalidRequest(
-                f"request {self.request_id!r}: arrival_time is {self.arrival_time}; use 0 or more seconds"
-            )
+            raise InvalidRequest(f"{name}: arrival_time is {self.arrival_time}; use 0 or more seconds")
 
 
 @dataclass(eq=False, slots=True)
