@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from contbatch.trace import Trace
 
@@ -47,7 +47,7 @@ class Result:
     rules: tuple[tuple[str, bool], ...] = ()
     fault: Fault | None = None
     todo: str = ""
-    _players: list[Any] = field(default_factory=list, init=False, compare=False)
+    _players: list[Player] = field(default_factory=list, init=False, compare=False)
 
     @property
     def passed(self) -> bool:
@@ -67,11 +67,9 @@ class Result:
         if not self._players:
             from contbatch.viz import Player
 
-            player = Player(self.fault.trace, title=f"{self.number} {self.title}: {self.fault.words}")
-            player.t = self.fault.step
-            self._players.append(player)
-        player = self._players[0]
-        return player
+            title = f"{self.number} {self.title}: {self.fault.words}"
+            self._players.append(Player(self.fault.trace, title=title, t=self.fault.step))
+        return self._players[0]
 
     @property
     def verdict(self) -> str:
