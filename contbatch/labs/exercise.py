@@ -108,7 +108,7 @@ def function_exercise(
                 call = call_text(reference, arguments)
                 if not isinstance(got, returns):
                     return Fault(f"it must return {a}", f"{call} returned {got!r}")
-                if not same(_plain(got), right):
+                if not same(_plain(got), _plain(right)):
                     return Fault(explain(answer, words), f"{call} returned {got!r}, not {right!r}")
             return None
 
@@ -124,7 +124,7 @@ def _plain(value: Any) -> Any:
 
 def _agree(answer: Any, wrong: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
     try:
-        return same(_plain(ask(answer, *arguments)), wrong(*arguments))
+        return same(_plain(ask(answer, *arguments)), _plain(wrong(*arguments)))
     except (Trouble, NotYet):
         return False
 

@@ -96,7 +96,7 @@ def ask(function: Any, *arguments: Any) -> Any:
     if answer is None:
         raise Trouble("it returned None; does every path end with `return`?", example)
     if not same(given, arguments):
-        raise Trouble("it changed what it was given; work on a copy, such as list(owed)", example)
+        raise Trouble("it changed what it was given; work on a copy of it", example)
     return answer
 
 

@@ -70,6 +70,14 @@ def _counts_requests(owed: Sequence[int], budget: int) -> list[int]:
     return [tokens if place < budget else 0 for place, tokens in enumerate(owed)]
 
 
+def _smallest_first(owed: Sequence[int], budget: int) -> list[int]:
+    grants = [0] * len(owed)
+    for place in sorted(range(len(owed)), key=lambda place: owed[place]):
+        grants[place] = min(owed[place], budget)
+        budget -= grants[place]
+    return grants
+
+
 FILL = function_exercise(
     "06.1",
     "fill the budget",
@@ -92,6 +100,7 @@ FILL = function_exercise(
         Mistake("what is owed is taken off, not what was given, so the rest falls below 0", _takes_off_what_is_owed),
         Mistake("the budget is split in equal parts; the first in line may take all it owes", _fair_share),
         Mistake("the budget is counted in requests; it counts tokens", _counts_requests),
+        Mistake("the smallest demand is served first; keep the order of the list", _smallest_first),
     ],
     (list, tuple),
     "a list with one number for each request",
