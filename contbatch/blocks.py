@@ -115,12 +115,13 @@ class BlockPool:
         unknown ones to the front, known ones to the back.
 
         Raises:
-            IntegrityError: a block is released that nobody holds.
+            IntegrityError: a block is released that nobody holds, or is named twice; nothing changes.
         """
+        if len(set(blocks)) < len(blocks) or not all(self.ref_count[block] > 0 for block in blocks):
+            twice = next(block for block in blocks if not self.ref_count[block] or blocks.count(block) > 1)
+            raise IntegrityError(f"block {twice} is freed twice; it is in no block table, or twice in this one")
         unknown: list[int] = []
         for block in reversed(blocks):
-            if self.ref_count[block] < 1:
-                raise IntegrityError(f"block {block} is freed twice; it is in no block table")
             self.ref_count[block] -= 1
             if self.ref_count[block]:
                 continue
@@ -147,6 +148,10 @@ class BlockPool:
         """Enter a full block that somebody holds into the prefix index."""
         self._keys[block] = key
         self._index.setdefault(key.hash, {})[block] = None
+
+    def key(self, block: int) -> BlockKey | None:
+        """What the prefix index knows a block by, if it does."""
+        return self._keys.get(block)
 
     def forget(self, block: int) -> None:
         """Take a block out of the prefix index."""
@@ -181,11 +186,17 @@ class BlockPool:
                 )
         if 0 in held or 0 in self._free or self.ref_count[0]:
             raise IntegrityError("block 0 is the null block and belongs to nobody")
+        strangers = {*held, *self._free} - set(range(1, self.num_blocks + 1))
+        if strangers:
+            raise IntegrityError(f"blocks {sorted(strangers)} do not exist; ids run from 1 to {self.num_blocks}")
         self._check_index()
 
     def _check_index(self) -> None:
-        indexed = {block: key for key, blocks in self._index.items() for block in blocks}
-        if indexed != {block: key.hash for block, key in self._keys.items()}:
+        indexed = sorted((block, name) for name, blocks in self._index.items() for block in blocks)
+        if indexed != sorted((block, key.hash) for block, key in self._keys.items()) or not all(self._index.values()):
             raise IntegrityError("the prefix index and the blocks' own keys disagree")
+        for block, key in self._keys.items():
+            if key.hash != block_hash(key.parent, key.token_ids):
+                raise IntegrityError(f"block {block} is known by a hash that is not that of its tokens")
         if self._num_cached != sum(block in self._keys for block in self._free):
             raise IntegrityError(f"{self._num_cached} cached blocks are counted, which is not what the free list holds")

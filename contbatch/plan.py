@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import NamedTuple, overload
 
 from contbatch.batch import BatchedRequest, ScheduledBatch
@@ -158,9 +157,6 @@ class _DecodeTasks(Sequence[DecodeTask]):
         )
 
 
-_NOTHING: Mapping[str, object] = MappingProxyType({})
-
-
 @dataclass(frozen=True, eq=False)
 class IterationPlan:
     """The decision of one step.
@@ -174,6 +170,7 @@ class IterationPlan:
         new_blocks: block ids appended to each request's table.
         blocked: for each request that was looked at and got nothing, the reason.
         num_waiting: requests left in the queue.
+        token_budget: most tokens that the policy allowed in this step; None where it declared no limit.
         grants: the same tasks in columns, where a scheduler made the plan.
 
     Raises:
@@ -191,6 +188,7 @@ class IterationPlan:
     new_blocks: Mapping[str, list[int]] = field(default_factory=dict)
     blocked: Mapping[str, Blocked] = field(default_factory=dict)
     num_waiting: int = 0
+    token_budget: int | None = None
     grants: Grants | None = None
 
     def __post_init__(self) -> None:

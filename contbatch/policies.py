@@ -82,7 +82,7 @@ class VllmV1(FirstComeFirstServed):
             hit = step.cached_prefix(request)
             left = step.tokens_left(request)
             num_tokens = _capped(step, request.owed - hit.num_tokens)
-            if num_tokens > left and not config.enable_chunked_prefill:
+            if _waits_to_be_whole(step, num_tokens, left):
                 return step.skip(request, BlockReason.BUDGET, num_tokens, left)
             fit = len(request.token_ids) if config.scheduler_reserve_full_isl else None
             spare = config.watermark_blocks if step.running else 0
@@ -160,8 +160,10 @@ class PrefillDecodeBudget(FirstComeFirstServed):
         while step.waiting and step.seats_left and step.budget.remaining_prefill and not step.victims:
             request = step.waiting.head
             hit = step.cached_prefix(request)
-            num_tokens = min(request.owed - hit.num_tokens, step.budget.remaining_prefill)
-            if not step.admit(request, num_tokens, hit, fit=len(request.token_ids)):
+            num_tokens, left = request.owed - hit.num_tokens, step.budget.remaining_prefill
+            if _waits_to_be_whole(step, num_tokens, left):
+                return step.skip(request, BlockReason.BUDGET, num_tokens, left)
+            if not step.admit(request, min(num_tokens, left), hit, fit=len(request.token_ids)):
                 return step.skip(request, BlockReason.BLOCKS, *_blocks_short(step, request, hit.num_tokens))
 
 
@@ -194,6 +196,15 @@ def _capped(step: Step, num_tokens: int) -> int:
     threshold = step.config.long_prefill_token_threshold
     alone = len(step.running) + len(step.waiting) <= 1
     return num_tokens if alone or not threshold else min(num_tokens, threshold)
+
+
+def _waits_to_be_whole(step: Step, num_tokens: int, left: int) -> bool:
+    """With chunked prefill off: True if a prompt does not fit in what is left of this step but would in another one.
+
+    A preempted request whose tokens have outgrown the whole budget is chunked all the same: it could never resume.
+    """
+    whole = min(step.budget.max_prefill_tokens, step.budget.max_total_tokens)
+    return left < num_tokens <= whole and not step.config.enable_chunked_prefill
 
 
 def _blocks_short(step: Step, request: RunningRequest, cached: int) -> tuple[int, int]:

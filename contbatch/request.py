@@ -190,6 +190,8 @@ class RunningRequest:
     """Tokens below this position are prefill; fixed at each (re)admission."""
     high_water: int = 0
     """Most tokens that were ever computed; prefill below it after a preemption is recomputation."""
+    num_reserved_tokens: int = 0
+    """Tokens that its policy holds blocks for ahead of need (0: as many blocks as its tokens take)."""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of this request's full blocks, as far as they were needed."""

@@ -11,8 +11,8 @@ here yet.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
 
 from contbatch.blocks import NO_PARENT, BlockKey, BlockPool, block_hash, blocks_needed
 from contbatch.config import SchedulerConfig
@@ -26,9 +26,12 @@ from contbatch.errors import (
     SchedulerStalled,
 )
 from contbatch.plan import Grants, IterationPlan
-from contbatch.request import FinishReason, Request, RequestStatus, RunningRequest
+from contbatch.request import MAX_TOKEN_ID, FinishReason, Request, RequestStatus, RunningRequest
 from contbatch.step import Policy, Step
 from contbatch.waiting import WaitingQueue
+
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 
 IDLE_LIMIT = 16
 """Steps in a row that may compute nothing while requests are unfinished."""
@@ -76,6 +79,7 @@ class Scheduler:
         self._to_abort: set[str] = set()
         self._idle_steps = 0
         self._tokens_without_progress = 0
+        self._policy_fault: Exception | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -100,8 +104,8 @@ class Scheduler:
         max_tokens = self._fitting_max_tokens(request)
         record = RunningRequest(request, self._num_added, max_tokens)
         self._num_added += 1
-        self.requests[request.request_id] = record
         self.waiting.push(record)
+        self.requests[request.request_id] = record
         return record
 
     def _check_vocabulary(self, request: Request) -> None:
@@ -121,10 +125,13 @@ class Scheduler:
                 f"{name}: a prompt of {prompt} tokens leaves no room for output within max_model_len="
                 f"{config.max_model_len}; shorten the prompt or raise max_model_len"
             )
-        if not config.enable_chunked_prefill and prompt > config.max_num_batched_tokens:
+        budget = self.policy.token_budget(config)
+        whole = min(budget.max_prefill_tokens, budget.max_total_tokens)
+        if not config.enable_chunked_prefill and prompt > whole:
             raise RequestTooLarge(
-                f"{name}: a prompt of {prompt} tokens exceeds max_num_batched_tokens="
-                f"{config.max_num_batched_tokens} and chunked prefill is off; raise the budget or turn it on"
+                f"{name}: a prompt of {prompt} tokens exceeds the {whole} prefill tokens of a step under policy "
+                f"{self.policy.name} (max_num_batched_tokens={config.max_num_batched_tokens}) and chunked prefill is "
+                "off; raise the budget or turn it on"
             )
         room = config.max_model_len - prompt
         capacity = config.num_blocks * config.block_size
@@ -153,8 +160,14 @@ class Scheduler:
         return True
 
     def finish(self, request: RunningRequest, reason: FinishReason) -> None:
-        """End a request and return everything it holds."""
+        """End a request and return everything it holds.
+
+        Raises:
+            InvalidRequest: it has ended already, or its tokens are in flight (`abort` waits for them).
+        """
         del reason
+        if self.requests.get(request.request_id) is not request or request.num_in_flight:
+            raise InvalidRequest(f"{request!r} has ended or is being computed; abort it instead")
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self.release(request)
@@ -163,13 +176,17 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         self._to_abort.discard(request.request_id)
-        self.policy.on_finish(request)
+        self._tokens_without_progress = 0
+        try:
+            self.policy.on_finish(request)
+        except Exception as error:  # the request has ended all the same; the next plan reports it
+            self._policy_fault = error
 
     def release(self, request: RunningRequest) -> None:
         """Return a request's blocks and its slot."""
         self.pool.release(request.block_table)
         request.block_table.clear()
-        request.num_hashed_blocks = 0
+        request.num_hashed_blocks = request.num_reserved_tokens = 0
         heapq.heappush(self.free_slots, request.kv_cache_slot)
         request.kv_cache_slot = -1
 
@@ -184,19 +201,28 @@ class Scheduler:
         """
         if self._planned is not None:
             raise PolicyError("the last plan is neither committed nor rolled back; do one of them first")
+        self._watch_policy()
         self._watch_thrashing()
-        step = Step(self, self.policy.token_budget(self.config))
+        budget = self._ask_policy(self.policy.token_budget, self.config)
+        budget.reset()
+        step = Step(self, budget)
         try:
-            self.policy.schedule(step)
-        except Exception as error:
+            self._ask_policy(self.policy.schedule, step)
+        except BaseException:  # an interrupt from the keyboard must not leave half a step behind either
             step.undo()
-            if isinstance(error, ContbatchError):
-                raise
-            raise PolicyError(f"policy {self.policy.name} raised {error!r}; its grants were undone") from error
+            raise
         plan = step.to_plan()
         self._watch_idle(plan)
         self._planned = step
         return plan
+
+    def _ask_policy(self, hook: Callable[[Asked], Answer], argument: Asked) -> Answer:
+        try:
+            return hook(argument)
+        except ContbatchError:
+            raise
+        except Exception as error:
+            raise PolicyError(f"policy {self.policy.name} raised {error!r}; its grants were undone") from error
 
     def commit(self, plan: IterationPlan, sampled: Mapping[str, int | Exception]) -> list[Output]:
         """Count the granted tokens as computed and append the sampled ones.
@@ -227,11 +253,17 @@ class Scheduler:
                 outputs.append(self._append(request, sampled.get(request.request_id)))
         return outputs
 
-    def rollback(self, plan: IterationPlan) -> None:
-        """Undo a plan whose forward pass failed: grants and admissions go back; its preemptions stand."""
+    def rollback(self, plan: IterationPlan) -> list[Output]:
+        """Undo a plan whose forward pass failed: grants and admissions go back; its preemptions stand.
+
+        Returns:
+            one entry for each request that was to be aborted when the step was over.
+        """
         self._take_planned(plan).undo()
-        for request_id in sorted(self._to_abort):
-            self.abort(request_id)
+        aborted = [request for request in self.requests.values() if request.request_id in self._to_abort]
+        for request in aborted:
+            self.finish(request, FinishReason.ABORT)
+        return [Output(request, None, FinishReason.ABORT) for request in aborted]
 
     def _take_planned(self, plan: IterationPlan) -> Step:
         step = self._planned
@@ -258,7 +290,7 @@ class Scheduler:
             return token
         if token is None:
             return InvalidRequest("the executor returned no token for a request that was due one")
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
             return InvalidRequest(f"the executor returned {token!r}, which is not a token id")
         if self.vocab_size is not None and token >= self.vocab_size:
             return InvalidRequest(f"the executor returned {token}, outside the vocabulary of {self.vocab_size}")
@@ -276,6 +308,11 @@ class Scheduler:
         return None
 
     # Liveness
+
+    def _watch_policy(self) -> None:
+        fault, self._policy_fault = self._policy_fault, None
+        if fault is not None:
+            raise PolicyError(f"policy {self.policy.name} raised {fault!r} in on_finish") from fault
 
     def _watch_idle(self, plan: IterationPlan) -> None:
         self._idle_steps = 0 if plan.has_work or not self.requests else self._idle_steps + 1
@@ -296,10 +333,11 @@ class Scheduler:
     def _diagnosis(self, plan: IterationPlan | None) -> str:
         request = next(iter(self.requests.values()))
         blocked = plan.blocked.get(request.request_id) if plan else None
-        why = f"blocked by {blocked.reason}" if blocked else f"preempted {request.num_preemptions} times"
+        why = f"is blocked by {blocked.reason}" if blocked else "gets no tokens"
         return (
-            f"{request!r} is {why}, with {self.pool.num_free} of {self.pool.num_blocks} blocks free under policy "
-            f"{self.policy.name}; give the pool more blocks or let the policy grant what a request owes"
+            f"{request!r} {why} and was preempted {request.num_preemptions} times, with {self.pool.num_free} of "
+            f"{self.pool.num_blocks} blocks free under policy {self.policy.name}; give the pool more blocks or let the "
+            "policy grant what a request owes"
         )
 
     # Prefix index
@@ -358,7 +396,13 @@ class Scheduler:
                 raise IntegrityError(f"{request!r} is not running and must hold nothing")
             return
         planned = request.num_computed_tokens + request.num_in_flight
-        if len(request.block_table) < blocks_needed(planned, self.config.block_size):
-            raise IntegrityError(f"{request!r}: its block table does not cover its {planned} tokens")
+        covered = blocks_needed(max(planned, request.num_reserved_tokens), self.config.block_size)
+        if len(request.block_table) != covered:
+            raise IntegrityError(f"{request!r}: its {planned} tokens (and what is reserved) take {covered} blocks")
+        known = list(self.block_keys(request, request.num_hashed_blocks))
+        if [self.pool.key(block) for block in request.block_table[: len(known)]] != known:
+            raise IntegrityError(f"{request!r}: the prefix index does not know its first {len(known)} blocks")
+        if any(self.pool.ref_count[block] > 1 for block in request.block_table[len(known) :]):
+            raise IntegrityError(f"{request!r}: a block that is not full is shared")
         if planned > len(request.token_ids):
             raise IntegrityError(f"{request!r}: {planned} tokens are computed or in flight, more than are known")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from contbatch.blocks import blocks_needed
-from contbatch.budget import TokenBudget
+from contbatch.budget import UNLIMITED, TokenBudget
 from contbatch.config import SchedulerConfig
 from contbatch.errors import PolicyError
 from contbatch.plan import BlockReason, Grants, IterationPlan
@@ -65,7 +65,10 @@ class _Undo:
     """What one grant took, so that it can be given back."""
 
     num_new_blocks: int
+    reserved_before: int = 0
     admitted_from: RequestStatus | None = None
+    place: int = 0
+    """Where an admitted request stood in the queue."""
 
 
 class Step:
@@ -87,6 +90,7 @@ class Step:
         self._cached: dict[str, int] = {}
         self._new_blocks: dict[str, list[int]] = {}
         self._blocked: dict[str, Blocked] = {}
+        self._is_over = False
 
     @property
     def running(self) -> Sequence[RunningRequest]:
@@ -143,9 +147,10 @@ class Step:
         Raises:
             PolicyError: it is not running, was granted already, or `num_tokens` breaks a limit.
         """
+        self._check_request(request)
         if request.status is not RequestStatus.RUNNING:
             raise PolicyError(f"grant to {request!r}, which is not running; admit it first")
-        self._check_grant(request, num_tokens, request.owed)
+        self._check_grant(request, num_tokens, request.owed, hold)
         end = max(request.num_computed_tokens + num_tokens, hold or 0)
         needed = blocks_needed(end, self.config.block_size) - len(request.block_table)
         if needed > 0:
@@ -154,7 +159,8 @@ class Step:
                 return False
             request.block_table += blocks
             self._new_blocks[request.request_id] = blocks
-        self._undo[request.request_id] = _Undo(max(needed, 0))
+        self._undo[request.request_id] = _Undo(max(needed, 0), request.num_reserved_tokens)
+        request.num_reserved_tokens = max(request.num_reserved_tokens, hold or 0)
         self._record_grant(request, num_tokens)
         return True
 
@@ -181,10 +187,13 @@ class Step:
             False, and nothing changes, if the blocks are not there.
 
         Raises:
-            PolicyError: it is not waiting, no seat is free, or `num_tokens` breaks a limit.
+            PolicyError: it is not waiting, no seat is free, `hit` is not its cached prefix, or `num_tokens` breaks a
+                limit.
         """
+        self._check_request(request)
         self._check_admission(request)
-        self._check_grant(request, num_tokens, request.owed - hit.num_tokens)
+        self._check_hit(request, hit)
+        self._check_grant(request, num_tokens, request.owed - hit.num_tokens, hold)
         size = self.config.block_size
         held = len(hit.blocks)
         take = blocks_needed(max(hit.num_tokens + num_tokens, hold or 0), size) - held
@@ -194,13 +203,14 @@ class Step:
         self._pool.share(hit.blocks)
         table = [*hit.blocks, *(self._pool.take(take) or ())]
         self._move_to_running(request, table, hit)
+        request.num_reserved_tokens = hold or 0
         self._record_grant(request, num_tokens)
         return True
 
     def _move_to_running(self, request: RunningRequest, table: list[int], hit: PrefixHit) -> None:
         scheduler = self._scheduler
-        self._undo[request.request_id] = _Undo(len(table), admitted_from=request.status)
-        scheduler.waiting.remove(request)
+        place = scheduler.waiting.remove(request)
+        self._undo[request.request_id] = _Undo(len(table), admitted_from=request.status, place=place)
         scheduler.running.append(request)
         request.status = RequestStatus.RUNNING
         request.kv_cache_slot = heapq.heappop(scheduler.free_slots)
@@ -218,6 +228,10 @@ class Step:
         Raises:
             PolicyError: it got nothing in this step, or another request already shares a block planned for it.
         """
+        self._check_request(request)
+        self._take_back(request)
+
+    def _take_back(self, request: RunningRequest) -> None:
         undo = self._undo.get(request.request_id)
         if undo is None:
             raise PolicyError(f"nothing to take back from {request!r}; it was not granted tokens in this step")
@@ -233,8 +247,10 @@ class Step:
         self._new_blocks.pop(request.request_id, None)
         if undo.admitted_from is not None:
             self._send_away(request, undo.admitted_from)
-            self._scheduler.waiting.push_front(request)
-        elif undo.num_new_blocks:
+            self._scheduler.waiting.insert(undo.place, request)
+            return
+        request.num_reserved_tokens = undo.reserved_before
+        if undo.num_new_blocks:
             self._pool.release(request.block_table[-undo.num_new_blocks :])
             del request.block_table[-undo.num_new_blocks :]
 
@@ -250,18 +266,21 @@ class Step:
         Raises:
             PolicyError: it is not running.
         """
+        self._check_request(request)
         if request.status is not RequestStatus.RUNNING:
             raise PolicyError(f"{request!r} is not running; only running requests can be preempted")
         undo = self._undo.get(request.request_id)
         if undo is not None:
-            self.take_back(request)
+            self._take_back(request)
         if undo is not None and undo.admitted_from is not None:
             return
         self._send_away(request, RequestStatus.PREEMPTED)
         request.num_preemptions += 1
         self.victims.append(request)
-        queue = self._scheduler.waiting
-        (queue.push if to_back else queue.push_front)(request)
+        if to_back:
+            self._scheduler.waiting.push(request)
+        else:
+            self._scheduler.waiting.insert(0, request)
 
     def skip(self, request: RunningRequest, reason: BlockReason, needs: int = 0, left: int = 0) -> None:
         """Write down why `request` gets nothing in this step: what it needed and what was left."""
@@ -269,19 +288,34 @@ class Step:
 
     # Rules
 
+    def _check_request(self, request: RunningRequest) -> None:
+        if self._is_over:
+            raise PolicyError("this step is over; use the step that `schedule` was called with, and do not keep it")
+        if self._scheduler.requests.get(request.request_id) is not request:
+            raise PolicyError(f"this scheduler does not know {request!r}; take it from step.running or step.waiting")
+
     def _check_admission(self, request: RunningRequest) -> None:
         if request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             raise PolicyError(f"admit {request!r}, which is not waiting; grant tokens to a running request")
-        if self._scheduler.requests.get(request.request_id) is not request:
-            raise PolicyError(f"admit {request!r}, which this scheduler does not know; admit from step.waiting")
         if request in self.victims:
             raise PolicyError(f"{request!r} was preempted in this step; it cannot be admitted in the same step")
         if self.seats_left < 1:
             raise PolicyError(f"admit {request!r}: all {self.config.max_num_seqs} seats (max_num_seqs) are taken")
 
-    def _check_grant(self, request: RunningRequest, num_tokens: int, owed: int) -> None:
+    def _check_hit(self, request: RunningRequest, hit: PrefixHit) -> None:
+        """A hit may be shorter than what is cached, but not other blocks, nor blocks that were reused meanwhile."""
+        if hit == NO_HIT:
+            return
+        length = len(hit.blocks)
+        cached = self.cached_prefix(request).blocks[:length]
+        if hit.blocks != cached or hit.num_tokens != length * self.config.block_size:
+            raise PolicyError(f"{hit} is not the cached prefix of {request!r}; call cached_prefix just before admit")
+
+    def _check_grant(self, request: RunningRequest, num_tokens: int, owed: int, hold: int | None) -> None:
         if request.request_id in self._undo:
             raise PolicyError(f"{request!r} was already granted tokens in this step")
+        if not isinstance(num_tokens, int) or not isinstance(hold, int | None):
+            raise PolicyError(f"grant of {num_tokens!r} tokens (hold={hold!r}) to {request!r}; use whole numbers")
         if num_tokens < 1 or num_tokens > owed:
             raise PolicyError(f"grant of {num_tokens} tokens to {request!r}, which owes {owed}; use 1 to {owed}")
         left = self.tokens_left(request)
@@ -312,15 +346,18 @@ class Step:
 
     def undo(self) -> None:
         """Take back every grant, the last one first, so that shared blocks are given up before they are undone."""
+        self._is_over = True
         for request in reversed(list(self.grants.requests)):
-            self.take_back(request)
+            self._take_back(request)
 
     def to_plan(self) -> IterationPlan:
-        """What was decided."""
+        """What was decided; the verbs are closed from here on."""
+        self._is_over = True
         joined = {
             request_id: undo.admitted_from for request_id, undo in self._undo.items() if undo.admitted_from is not None
         }
         self._explain_head()
+        limit = self.budget.max_total_tokens
         decisions: dict[str, Any] = {
             "evicted_requests": tuple(request.request_id for request in self.victims),
             "admitted": tuple(i for i, was in joined.items() if was is RequestStatus.WAITING),
@@ -329,6 +366,7 @@ class Step:
             "new_blocks": {i: blocks for i, blocks in self._new_blocks.items() if blocks},
             "blocked": self._blocked,
             "num_waiting": len(self.waiting),
+            "token_budget": limit if limit < UNLIMITED else None,
         }
         return IterationPlan.of(self.grants, **decisions)
 

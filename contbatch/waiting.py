@@ -19,14 +19,14 @@ class WaitingQueue:
     """Waiting requests, in the order in which they will be looked at.
 
     Args:
-        key: orders the queue; None keeps the order of arrival. Keys must be unique (end them with `index`) and
-            may not change while a request waits.
+        key: orders the queue, equal keys in order of arrival; None keeps the order of arrival. A request's key may
+            not change while it waits.
     """
 
     def __init__(self, key: QueueKey | None = None) -> None:
         self._key = key
         self._fifo: deque[RunningRequest] = deque()
-        self._heap: list[tuple[tuple[float, ...], RunningRequest]] = []
+        self._heap: list[tuple[tuple[float, ...], int, RunningRequest]] = []
 
     def __len__(self) -> int:
         return len(self._fifo) + len(self._heap)
@@ -34,36 +34,39 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[RunningRequest]:
         if self._key is None:
             return iter(self._fifo)
-        return iter([request for _, request in sorted(self._heap, key=lambda entry: entry[0])])
+        return iter([request for _, _, request in sorted(self._heap)])
 
     @property
     def head(self) -> RunningRequest:
         """The request that is looked at first."""
-        return self._fifo[0] if self._key is None else self._heap[0][1]
+        return self._fifo[0] if self._key is None else self._heap[0][2]
 
     def push(self, request: RunningRequest) -> None:
         """Queue a request at the back (or where its key puts it)."""
         if self._key is None:
             self._fifo.append(request)
         else:
-            heapq.heappush(self._heap, (self._key(request), request))
+            heapq.heappush(self._heap, (self._key(request), request.index, request))
 
-    def push_front(self, request: RunningRequest) -> None:
-        """Queue a request at the front (or where its key puts it)."""
+    def insert(self, place: int, request: RunningRequest) -> None:
+        """Queue a request with `place` others before it (or where its key puts it); 0 is the front."""
         if self._key is None:
-            self._fifo.appendleft(request)
+            self._fifo.insert(place, request)
         else:
             self.push(request)
 
-    def remove(self, request: RunningRequest) -> None:
-        """Take a request out, wherever it stands."""
-        if self._key is None:
-            if self._fifo[0] is request:
-                self._fifo.popleft()
-            else:
-                self._fifo.remove(request)
-        elif self._heap[0][1] is request:
+    def remove(self, request: RunningRequest) -> int:
+        """Take a request out, wherever it stands; returns its place, for `insert`."""
+        if self._key is not None:
+            self._remove_from_heap(request)
+            return 0
+        place = 0 if self._fifo[0] is request else self._fifo.index(request)
+        del self._fifo[place]
+        return place
+
+    def _remove_from_heap(self, request: RunningRequest) -> None:
+        if self._heap[0][2] is request:
             heapq.heappop(self._heap)
         else:
-            self._heap = [entry for entry in self._heap if entry[1] is not request]
+            self._heap = [entry for entry in self._heap if entry[2] is not request]
             heapq.heapify(self._heap)
