@@ -83,9 +83,7 @@ def parse(text: str, name: str) -> Any:
     except json.JSONDecodeError as error:
         raise NotebookError(f"{name}: not JSON (line {error.lineno}: {error.msg})") from error
     if not isinstance(raw, dict) or raw.get("nbformat") != 4:
-        raise NotebookError(
-            f"{name}: not a notebook of format 4; open it in JupyterLab and save it"
-        )
+        raise NotebookError(f"{name}: not a notebook of format 4; open it in JupyterLab and save it")
     if problem := _invalid(raw):
         raise NotebookError(f"{name}: not a valid notebook: {problem}")
     return v4.reads(text)

@@ -38,10 +38,7 @@ def _called(source: str) -> set[str]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     # a decorator without parentheses is a call too
     decorators = [
-        decorator
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        for decorator in node.decorator_list
+        decorator for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for decorator in node.decorator_list
     ]
     return {_last_name(call.func) for call in calls} | {_last_name(d) for d in decorators}
 
@@ -59,9 +56,7 @@ def _ends_with_semicolon(source: str) -> bool:
 
 def _parsed(source: str) -> ast.Module | None:
     """The cell's Python, with lines that are IPython's own (% and !) left out."""
-    lines = [
-        "pass" if line.lstrip().startswith(("%", "!")) else line for line in source.split("\n")
-    ]
+    lines = ["pass" if line.lstrip().startswith(("%", "!")) else line for line in source.split("\n")]
     try:
         return ast.parse("\n".join(lines))
     except SyntaxError:
