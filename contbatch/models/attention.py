@@ -90,7 +90,7 @@ class PagedAttention:
             read = cache.index_select(0, group.slots.flatten())
             keys, values = read.view(requests, longest, 2, *k.shape[1:]).unbind(2)
             rows = q[group.rows]
-            mixed = attend(rows.unflatten(0, (requests, -1)), keys, values, group.mask)
+            mixed = attend(rows.reshape(requests, -1, *q.shape[1:]), keys, values, group.mask)
             result[group.rows] = mixed.flatten(0, 1)
         return result
 
@@ -133,7 +133,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q = q.view(requests, -1, shared, head_dim)
         return F.scaled_dot_product_attention(q, k, v, mask).reshape(requests, 1, heads, head_dim)
     # one request: its key/value heads stand where requests would
-    q = q[0].transpose(0, 1).unflatten(0, (-1, shared))
+    q = q[0].transpose(0, 1).view(-1, shared, new, head_dim)
     k, v = (x[0][:, None].expand(-1, shared, -1, -1) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
     return out.flatten(0, 1).transpose(0, 1)[None]

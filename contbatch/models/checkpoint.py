@@ -49,9 +49,7 @@ class LoadedModel:
     dtype: torch.dtype
 
 
-def assemble(
-    name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-) -> LoadedModel:
+def assemble(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LoadedModel:
     """Build the model around the tensors of a checkpoint.
 
     Raises:
@@ -64,9 +62,7 @@ def assemble(
     model.load_state_dict(state, assign=True)
     model.requires_grad_(False).eval()
     tokenizer = checkpoint.tokenizer
-    return LoadedModel(
-        name, checkpoint.config, model, tokenizer, tokenizer.eos_token_ids, device, dtype
-    )
+    return LoadedModel(name, checkpoint.config, model, tokenizer, tokenizer.eos_token_ids, device, dtype)
 
 
 def check_tensors(model: Llama, tensors: Mapping[str, Tensor]) -> None:
@@ -77,9 +73,7 @@ def check_tensors(model: Llama, tensors: Mapping[str, Tensor]) -> None:
     """
     needed = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     if missing := sorted(needed.keys() - tensors.keys()):
-        raise CheckpointError(
-            f"the checkpoint lacks {_few(missing)}; it is incomplete or of another architecture"
-        )
+        raise CheckpointError(f"the checkpoint lacks {_few(missing)}; it is incomplete or of another architecture")
     if unknown := sorted(tensors.keys() - needed.keys()):
         raise CheckpointError(
             f"the checkpoint has {_few(unknown)}, which this architecture does not use; "

@@ -126,9 +126,7 @@ def check_architecture(names: object) -> None:
     listed = names if isinstance(names, list) else [names]
     if not any(name in ARCHITECTURES for name in listed):
         shown = ", ".join(str(name) for name in listed)
-        raise CheckpointError(
-            f"architecture {shown} is not supported; supported: {', '.join(ARCHITECTURES)}"
-        )
+        raise CheckpointError(f"architecture {shown} is not supported; supported: {', '.join(ARCHITECTURES)}")
 
 
 def _refuse_features(fields: Mapping[str, Any]) -> None:

@@ -109,8 +109,7 @@ def _refuse_features(fields: _Fields, names: set[str]) -> None:
     for key, allowed in refused.items():
         if fields.get(key) not in allowed:
             raise CheckpointError(
-                f"{key} is {fields.get(key)!r} in the GGUF file, and this is not supported; "
-                "choose a model without it"
+                f"{key} is {fields.get(key)!r} in the GGUF file, and this is not supported; choose a model without it"
             )
     if "rope_freqs.weight" in names:
         raise CheckpointError(

@@ -91,8 +91,7 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         q, k, v = (
-            project(hidden).unflatten(-1, (-1, self.head_dim))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(hidden).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = attend(self.index, rotate(q, rotation), rotate(k, rotation), v)
         result: Tensor = self.o_proj(mixed.flatten(-2))

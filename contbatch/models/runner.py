@@ -45,9 +45,7 @@ class ModelExecutor:
         self.eos_token_ids = loaded.eos_token_ids
         self.cache = PagedCache(loaded.config, num_blocks, block_size, loaded.device, loaded.dtype)
 
-    def execute(
-        self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]
-    ) -> Mapping[str, int | Exception]:
+    def execute(self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]) -> Mapping[str, int | Exception]:
         """One token for each request that samples in this step; an exception where that one failed."""
         flat = batch.flatten(self.cache.block_size)
         logits = self.forward(flat)
