@@ -12,13 +12,12 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from contbatch.budget import UNLIMITED
 from contbatch.config import SchedulerConfig
 from contbatch.detokenize import Decoder, IncrementalDetokenizer
-from contbatch.errors import InvalidConfig, InvalidRequest, StepFailed
+from contbatch.errors import DuplicateRequest, InvalidConfig, InvalidRequest, StepFailed
 from contbatch.executor import Executor
 from contbatch.plan import Grants, IterationPlan
 from contbatch.policies import policy_by_name
@@ -85,7 +84,15 @@ class _Client:
     on_event: Callable[[TokenEvent], None] | None
     events: deque[TokenEvent] | None = None
     """Events that a stream has not given out yet; None where nobody streams."""
-    error: Exception | None = field(default=None)
+    error: Exception | None = None
+
+    def decode(self, take: Callable[[], str]) -> str:
+        """Text from the detokenizer; if the tokenizer raises, this request alone fails."""
+        try:
+            return take()
+        except Exception as error:
+            self.error = self.error or error
+            return ""
 
 
 class Engine:
@@ -137,8 +144,10 @@ class Engine:
         self._pending: IterationPlan | None = None
         """A plan whose forward pass has not succeeded yet."""
         self._in_step = False
-        self._deferred_aborts: list[str] | None = None
-        """Aborts asked for while events are delivered; None at other times."""
+        self._deferred_aborts: list[RunningRequest] = []
+        """Requests to abort at the end of the running step."""
+        self._interrupt: BaseException | None = None
+        """What interrupted a callback, such as Ctrl-C; raised when the step is complete."""
         self._next_step = 0
         """First step that a request added now can be part of."""
         self._num_ids = 0
@@ -218,8 +227,10 @@ class Engine:
             prompt if isinstance(prompt, str) else None,
             client,
         )
-        record = self.scheduler.add(request)
         name = request.request_id
+        if name in self._clients:
+            raise DuplicateRequest(f"request id {name!r} is in use by an unfinished request; use another id")
+        record = self.scheduler.add(request)
         self._clients[name] = _Client(IncrementalDetokenizer(self.tokenizer, sampling.stop_strings), on_event)
         self._sampling[name] = sampling
         if name in self.trace.requests:
@@ -277,14 +288,15 @@ class Engine:
         request = self.scheduler.requests.get(request_id)
         if request is None:
             return False
-        if self._deferred_aborts is not None:
-            self._deferred_aborts.append(request_id)
-            return True
         if not self._in_step:
             self._drop_pending()
-        self.scheduler.abort(request_id)
-        if request_id not in self.scheduler.requests:
-            self._end(request, FinishReason.ABORT)
+            if self.scheduler.requests.get(request_id) is request:
+                self._end(request, FinishReason.ABORT)
+            self._raise_interrupt()
+        elif request.num_in_flight:
+            self.scheduler.abort(request_id)
+        else:
+            self._deferred_aborts.append(request)
         return True
 
     def abort_all(self) -> int:
@@ -306,18 +318,24 @@ class Engine:
             return []
         self._in_step = True
         try:
-            return self._step()
+            events = self._step()
         finally:
+            self._end_deferred()
             self._in_step = False
+        self._raise_interrupt()
+        return events
 
     def _step(self) -> list[TokenEvent]:
         start = self.now()
-        plan = self._pending or self.scheduler.plan()
+        plan = self._pending = self._pending or self.scheduler.plan()
         self._next_step = len(self.trace.steps) + 1
         sampled = self._execute(plan)
         record = self._record(plan, start)
         outputs = self.scheduler.commit(plan, sampled)
-        events = self._deliver_all(outputs, record)
+        self._pending = None
+        self.trace.steps.append(record)
+        events = [event for output in outputs for event in self._deliver(output, record)]
+        events += self._end_deferred(record)
         record.end = self.now()
         for request_id in record.finished:
             self.trace.finished[request_id].time = record.end
@@ -326,7 +344,6 @@ class Engine:
     def _execute(self, plan: IterationPlan) -> Mapping[str, int | Exception]:
         if not plan.has_work:
             return {}
-        self._pending = plan
         number = len(self.trace.steps)
         try:
             sampled = self.executor.execute(plan.to_scheduled_batch(number), self._sampling)
@@ -336,7 +353,6 @@ class Engine:
             raise StepFailed(
                 f"the forward pass of step {number} raised {error!r}; call step() to run it again, or abort requests"
             ) from error
-        self._pending = None
         return sampled
 
     def _drop_pending(self) -> None:
@@ -344,26 +360,30 @@ class Engine:
         plan, self._pending = self._pending, None
         if plan is None:
             return
-        self.scheduler.rollback(plan)
+        outputs = self.scheduler.rollback(plan)
         self._next_step = len(self.trace.steps)
         for request in self.trace.requests.values():
             request.arrival_step = min(request.arrival_step, self._next_step)
+        for output in outputs:
+            self._end(output.request, FinishReason.ABORT)
 
-    def _deliver_all(self, outputs: Sequence[Output], record: StepRecord) -> list[TokenEvent]:
-        self._deferred_aborts = []
-        events = [self._deliver(output, record) for output in outputs]
-        aborts, self._deferred_aborts = self._deferred_aborts, None
-        for request_id in aborts:
-            request = self.scheduler.requests.get(request_id)
-            if request is not None:
-                self.scheduler.abort(request_id)
+    def _end_deferred(self, record: StepRecord | None = None) -> list[TokenEvent]:
+        """End what was aborted in this step, and what the callbacks of those abort in turn."""
+        events: list[TokenEvent] = []
+        while self._deferred_aborts:
+            request = self._deferred_aborts.pop(0)
+            if self.scheduler.requests.get(request.request_id) is request:
                 events.append(self._end(request, FinishReason.ABORT, record))
         return events
 
+    def _raise_interrupt(self) -> None:
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
     def _record(self, plan: IterationPlan, start: float) -> StepRecord:
         scheduler, grants = self.scheduler, plan.grants or Grants()
-        budget = scheduler.policy.token_budget(self.config).max_total_tokens
-        record = StepRecord(
+        return StepRecord(
             step=len(self.trace.steps),
             start=start,
             request_ids=[request.request_id for request in grants.requests],
@@ -378,33 +398,31 @@ class Engine:
             reasons=dict(plan.blocked),
             num_waiting=plan.num_waiting,
             num_running=len(scheduler.running),
-            budget=budget if budget < UNLIMITED else None,
+            budget=plan.token_budget,
             free_blocks=scheduler.pool.num_free,
             cached_blocks=scheduler.pool.num_cached,
         )
-        self.trace.steps.append(record)
-        return record
 
-    def _deliver(self, output: Output, record: StepRecord) -> TokenEvent:
-        """Turn one output into an event: text, stop strings, the client's callback, the end."""
+    def _deliver(self, output: Output, record: StepRecord) -> list[TokenEvent]:
+        """Turn one output into events: text, stop strings, the client's callback, the end."""
         request, token, reason = output.request, output.token_id, output.finish_reason
         client = self._clients[request.request_id]
         client.error = output.error
         if token is None:
-            return self._end(request, reason or FinishReason.ERROR, record)
+            return [self._end(request, reason or FinishReason.ERROR, record)]
         record.sampled[request.request_id] = token
         text = ""
         if reason not in (FinishReason.EOS, FinishReason.STOP):
-            text = client.detokenizer.feed(token)
+            text = client.decode(lambda: client.detokenizer.feed(token))
         if client.detokenizer.stopped:
             reason = FinishReason.STOP
-        if reason is not None:
-            return self._end(request, reason, record, token, text)
+        if reason is not None or client.error is not None:
+            return [self._end(request, reason or FinishReason.ERROR, record, token, text)]
         event = TokenEvent(request.request_id, token, text, None, record.step)
         self._notify(client, event)
         if client.error is not None:
-            return self._end(request, FinishReason.ERROR, record)
-        return event
+            return [event, self._end(request, FinishReason.ERROR, record)]
+        return [event]
 
     def _notify(self, client: _Client, event: TokenEvent) -> None:
         if client.events is not None:
@@ -414,6 +432,8 @@ class Engine:
                 client.on_event(event)
         except Exception as error:  # a callback may raise anything; only its own request ends
             client.error = client.error or error
+        except BaseException as interrupt:  # the step is completed first, or events of others would be lost
+            self._interrupt = interrupt
 
     def _end(
         self,
@@ -429,24 +449,29 @@ class Engine:
             self.scheduler.finish(request, reason)
         client = self._clients.pop(name)
         del self._sampling[name]
-        step = record.step if record is not None else len(self.trace.steps)
-        event = TokenEvent(name, token, text + client.detokenizer.flush(), reason, step)
-        self._notify(client, event)
-        text = client.detokenizer.text
+        text += client.decode(client.detokenizer.flush)
+        if client.error is not None and reason is not FinishReason.ABORT:
+            reason = FinishReason.ERROR
+        elif client.detokenizer.stopped and reason is FinishReason.LENGTH:
+            reason = FinishReason.STOP
         if record is not None:
             record.finished[name] = reason.value
         self.trace.finished[name] = FinishRecord(
-            reason.value, len(self.trace.steps), self.now(), request.num_output_tokens, text
+            reason.value, len(self.trace.steps), self.now(), request.num_output_tokens, client.detokenizer.text
         )
-        self.completions[name] = Completion(
+        completion = self.completions[name] = Completion(
             name,
             request.request.prompt,
             tuple(request.request.prompt_token_ids),
             tuple(request.output_token_ids),
-            text,
+            client.detokenizer.text,
             reason,
             client.error,
         )
+        event = TokenEvent(name, token, text, reason, len(self.trace.steps) - (record is not None))
+        self._notify(client, event)
+        if client.error is not completion.error and self.completions.get(name) is completion:
+            self.completions[name] = replace(completion, error=client.error)
         return event
 
     # Ways to drive the loop
@@ -539,8 +564,9 @@ class TokenStream(Iterator[TokenEvent]):
 
     def close(self) -> None:
         """Abort the request if it has not finished."""
-        if not self._ended:
-            self._ended = True
+        finished = self._ended or (self._events and self._events[-1].finish_reason is not None)
+        self._ended = True
+        if not finished:
             self._engine.abort(self.request_id)
             self._engine.completions.pop(self.request_id, None)
 

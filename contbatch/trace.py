@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from contbatch.errors import TraceError
 
@@ -105,7 +106,7 @@ class StepRecord:
 
     def rename(self, old: str, new: str) -> None:
         """Call a request by another id in this step."""
-        for name in _LISTS - {"starts", "counts"}:
+        for name in _LISTS:
             setattr(self, name, [new if key == old else key for key in getattr(self, name)])
         for name in _MAPS:
             setattr(self, name, {new if k == old else k: v for k, v in getattr(self, name).items()})
@@ -206,16 +207,21 @@ class Trace:
                 finish = next(finishes, None)
             if count < len(self.steps):
                 yield {"type": "step", **asdict(self.steps[count])}
+        if request is not None:  # known before a step that is not recorded yet
+            yield from ({"type": "request", **asdict(late)} for late in (request, *requests))
         yield {"type": "end", "num_steps": len(self.steps)}
 
     def _read(self, line: dict[str, Any], where: str) -> None:
         kind = line.pop("type", None)
         try:
+            if self._ended:
+                raise TraceError("a line after the end line")
             if kind == "request":
-                self.requests[line["request_id"]] = RequestRecord(**line)
+                request = _record(RequestRecord, line)
+                self.requests[request.request_id] = request
             elif kind == "finish":
                 request_id = line.pop("request_id")
-                self.finished[request_id] = FinishRecord(**line)
+                self.finished[request_id] = _record(FinishRecord, line)
             elif kind == "step":
                 self.steps.append(_step(line, len(self.steps)))
             elif kind == "end":
@@ -232,8 +238,8 @@ class Trace:
     def _check_complete(self, name: str) -> None:
         if not self._ended:
             raise TraceError(f"{name}: the trace stops before its end line; it was cut, record it again")
-        unknown = {i for step in self.steps for i in step.request_ids} | set(self.finished)
-        unknown -= set(self.requests)
+        mentioned = {i for step in self.steps for key in _IDS for i in getattr(step, key)} | set(self.finished)
+        unknown = mentioned - set(self.requests)
         if unknown:
             raise TraceError(f"{name}: steps mention {sorted(unknown)[:3]}, which never arrived")
 
@@ -243,12 +249,16 @@ _NOT_IN_DIGEST = ("start", "end", "time", "arrival_time", "text", "prompt", "mod
 
 def _parse(name: str, number: int, line: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TraceError(f"{name}, line {number}: not JSON ({error.msg}); the file is damaged") from error
+        parsed = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{name}, line {number}: not JSON ({error}); the file is damaged") from error
     if not isinstance(parsed, dict):
         raise TraceError(f"{name}, line {number}: expected an object, found {type(parsed).__name__}")
     return parsed
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def _header(line: dict[str, Any], name: str) -> Trace:
@@ -262,17 +272,43 @@ def _header(line: dict[str, Any], name: str) -> Trace:
     return Trace(str(line.get("policy", "")), str(line.get("model", "")), config)
 
 
-_LISTS = {f.name for f in fields(StepRecord) if str(f.type).startswith("list")}
+_LISTS = {f.name for f in fields(StepRecord) if str(f.type) == "list[str]"}
 _MAPS = {f.name for f in fields(StepRecord) if str(f.type).startswith("dict")}
+_IDS = _LISTS | _MAPS
+"""Fields of a step that name requests."""
+
+Record = TypeVar("Record")
+
+
+_hints = cache(get_type_hints)
+
+
+def _record(kind: type[Record], line: dict[str, Any]) -> Record:
+    """A record from a line, if every field has the type that it declares."""
+    hints = _hints(kind)
+    for key, value in line.items():
+        if key in hints and not _fits(value, hints[key]):
+            raise TraceError(f"{key} is {str(value)[:40]!r}, which is not of type {hints[key]}")
+    return kind(**line)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    args = get_args(hint)
+    if hint is Blocked:
+        return isinstance(value, list) and [type(item) for item in value] == [str, int, int]
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
+    if get_origin(hint) is dict:
+        return isinstance(value, dict) and all(_fits(item, args[1]) for item in value.values())
+    if args:
+        return any(_fits(value, option) for option in args)
+    return type(value) is hint or (hint is float and type(value) is int)
 
 
 def _step(line: dict[str, Any], expected: int) -> StepRecord:
-    for key, value in line.items():
-        if key in _LISTS and not isinstance(value, list):
-            raise TraceError(f"{key} is {type(value).__name__}; expected a list")
-        if key in _MAPS and not isinstance(value, Mapping):
-            raise TraceError(f"{key} is {type(value).__name__}; expected an object")
-    step = StepRecord(**line)
+    step = _record(StepRecord, line)
+    if not set(step.kinds) <= set("PRD"):
+        raise TraceError(f"kinds is {step.kinds!r}; expected letters P, R and D")
     if step.step != expected:
         raise TraceError(f"step {step.step} where step {expected} was expected")
     columns = {len(step.request_ids), len(step.starts), len(step.counts), len(step.kinds)}
