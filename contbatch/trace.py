@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -280,12 +279,12 @@ _IDS = _LISTS | _MAPS
 Record = TypeVar("Record")
 
 
-_hints = cache(get_type_hints)
+_HINTS: dict[type, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (RequestRecord, FinishRecord, StepRecord)}
 
 
 def _record(kind: type[Record], line: dict[str, Any]) -> Record:
     """A record from a line, if every field has the type that it declares."""
-    hints = _hints(kind)
+    hints = _HINTS[kind]
     for key, value in line.items():
         if key in hints and not _fits(value, hints[key]):
             raise TraceError(f"{key} is {str(value)[:40]!r}, which is not of type {hints[key]}")
