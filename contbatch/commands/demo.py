@@ -152,8 +152,8 @@ def _requests(metrics: Metrics) -> Table:
     from rich.table import Table
 
     table = Table(title="Requests (times in seconds)", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    for heading in ("", "prompt"):
-        table.add_column(heading)
+    table.add_column("")
+    table.add_column("prompt", no_wrap=True, overflow="ellipsis", max_width=32)
     for heading in ("in", "out", "TTFT", "TPOT", "E2E", "preempted"):
         table.add_column(heading, justify="right")
     table.add_column("finish")
@@ -166,7 +166,7 @@ def _row(request: RequestMetrics, prompt: str) -> list[str]:
     times = (request.seconds.ttft, request.seconds.tpot, request.seconds.e2e)
     return [
         request.request_id,
-        _short(prompt, 22),
+        prompt,
         str(request.num_prompt_tokens),
         str(request.num_output_tokens),
         *("n/a" if value is None else f"{value:.3f}" for value in times),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Verdict = Literal["ok", "note", "bad"]
 SIGNS: dict[Verdict, tuple[str, str]] = {"ok": ("ok", "green"), "note": ("note", "yellow"), "bad": ("MISSING", "red")}
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+CHROMIUM_REMEDY = "apt-get install chromium, or set CHROMIUM to the path of one"
 
 
 class Finding(NamedTuple):
@@ -162,12 +163,17 @@ def _kernel() -> Finding:
     return Finding("ok", "Jupyter kernel", "python3 runs in this environment")
 
 
+def find_chromium() -> str | None:
+    """The Chromium that the browser tests would use: CHROMIUM, or the first of the usual names on the path."""
+    names = [name for name in (os.environ.get("CHROMIUM"), *CHROMIUMS) if name]
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
 def _chromium() -> Finding:
-    for name in (os.environ.get("CHROMIUM", ""), *CHROMIUMS):
-        if name and (found := shutil.which(name)):
-            return Finding("ok", "Chromium", found)
-    remedy = "only for the browser tests: apt-get install chromium, or set CHROMIUM to its path"
-    return Finding("note", "Chromium", "not found", remedy)
+    found = find_chromium()
+    if found is None:
+        return Finding("note", "Chromium", "not found", f"only for the browser tests: {CHROMIUM_REMEDY}")
+    return Finding("ok", "Chromium", found)
 
 
 def _show(findings: list[Finding]) -> None:

@@ -58,6 +58,7 @@ def _execute(notebook: Any, path: Path, timeout: float) -> Any:
         result,
         timeout=timeout,
         kernel_name=KERNELSPEC["name"],
+        extra_arguments=["--Application.log_level=40"],  # a kernel warns on our terminal of its own transport
         resources={"metadata": {"path": str(path.resolve().parent)}},
     )
     current = _Current()
