@@ -58,7 +58,8 @@ def assemble(name: str, checkpoint: Checkpoint, device: torch.device, dtype: tor
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     check_tensors(model, checkpoint.tensors)
-    state = {key: checkpoint.tensors[key].to(device, dtype) for key in model.state_dict()}
+    # Copied, so that memory is aligned alike whatever the file: the last bit of a sum can depend on it.
+    state = {key: checkpoint.tensors[key].to(device, dtype, copy=True) for key in model.state_dict()}
     model.load_state_dict(state, assign=True)
     model.requires_grad_(False).eval()
     tokenizer = checkpoint.tokenizer
@@ -102,6 +103,16 @@ def read_folder(folder: Path) -> Checkpoint:
     for path in _weight_files(folder):
         tensors.update(_read_safetensors(path))
     return Checkpoint(config, _parameter_names(tensors, config), tokenizer)
+
+
+def is_complete(folder: Path) -> bool:
+    """True if every file that `read_folder` needs is there; their content is not looked at."""
+    needed = [folder / "config.json", folder / "tokenizer.json"]
+    try:
+        needed += _weight_files(folder)
+    except CheckpointError:
+        return False
+    return all(path.is_file() for path in needed)
 
 
 def write_folder(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> None:

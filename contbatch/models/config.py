@@ -40,7 +40,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            _positive_integer(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads; "
@@ -70,11 +70,11 @@ class ModelConfig:
             intermediate_size=_required(fields, "intermediate_size"),
             num_layers=_required(fields, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or _head_dim(hidden, heads),
+            num_kv_heads=_given(fields, "num_key_value_heads", heads),
+            head_dim=_given(fields, "head_dim", None) or equal_share(hidden, heads),
             max_model_len=_required(fields, "max_position_embeddings"),
-            norm_eps=fields.get("rms_norm_eps", 1e-6),
-            rope_theta=fields.get("rope_theta") or rope.get("rope_theta") or 10_000.0,
+            norm_eps=_given(fields, "rms_norm_eps", 1e-6),
+            rope_theta=_given(fields, "rope_theta", _given(rope, "rope_theta", 10_000.0)),
             tied_head=bool(fields.get("tie_word_embeddings", False)),
         )
 
@@ -146,22 +146,29 @@ def _refuse_features(fields: Mapping[str, Any]) -> None:
             )
 
 
+def _given(fields: Mapping[str, Any], name: str, default: Any) -> Any:
+    """A field, or `default` where it is missing or null."""
+    value = fields.get(name)
+    return default if value is None else value
+
+
 def _required(fields: Mapping[str, Any], name: str) -> int:
     if name not in fields:
         raise CheckpointError(f"config.json has no {name!r}; get the complete file from its source")
-    _positive_integer(name, fields[name])
+    check_count(name, fields[name])
     return int(fields[name])
 
 
-def _positive_integer(name: str, value: object) -> None:
+def check_count(name: str, value: object) -> None:
+    """Refuse a size that is not an integer above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{name} is {value!r} in the checkpoint; it must be an integer above 0")
 
 
-def _head_dim(hidden: int, heads: int) -> int:
+def equal_share(hidden: int, heads: int) -> int:
+    """The size of a head where a checkpoint does not give it: all heads together are `hidden` wide."""
     if hidden % heads:
         raise CheckpointError(
-            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
-            "and the checkpoint gives no head_dim"
+            f"hidden size {hidden} is not a multiple of {heads} attention heads, and the checkpoint gives no head_dim"
         )
     return hidden // heads

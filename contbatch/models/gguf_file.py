@@ -22,7 +22,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from contbatch.errors import CheckpointError
 from contbatch.models.checkpoint import Checkpoint
-from contbatch.models.config import ModelConfig
+from contbatch.models.config import ModelConfig, check_count, equal_share
 from contbatch.models.tokenizer import Tokenizer
 
 _NAMES = {
@@ -85,6 +85,10 @@ def _config(fields: _Fields, names: set[str]) -> ModelConfig:
         raise CheckpointError(f"GGUF architecture {architecture!r} is not supported; supported: 'llama'")
     _refuse_features(fields, names)
     hidden, heads = fields["llama.embedding_length"], fields["llama.attention.head_count"]
+    check_count("llama.embedding_length", hidden)
+    check_count("llama.attention.head_count", heads)
+    head_dim = fields.get("llama.attention.key_length") or equal_share(hidden, heads)
+    _refuse_head_sizes(fields, head_dim)
     return ModelConfig(
         vocab_size=fields.get("llama.vocab_size") or len(fields["tokenizer.ggml.tokens"]),
         hidden_size=hidden,
@@ -92,7 +96,7 @@ def _config(fields: _Fields, names: set[str]) -> ModelConfig:
         num_layers=fields["llama.block_count"],
         num_heads=heads,
         num_kv_heads=fields.get("llama.attention.head_count_kv", heads),
-        head_dim=fields.get("llama.attention.key_length", hidden // heads),
+        head_dim=head_dim,
         max_model_len=fields["llama.context_length"],
         norm_eps=_shortest(fields["llama.attention.layer_norm_rms_epsilon"]),
         rope_theta=_shortest(fields.get("llama.rope.freq_base", 10_000.0)),
@@ -116,6 +120,15 @@ def _refuse_features(fields: _Fields, names: set[str]) -> None:
             "the GGUF file scales its rotary positions (tensor rope_freqs.weight), and this is not "
             "supported; choose a model without it"
         )
+
+
+def _refuse_head_sizes(fields: _Fields, head_dim: int) -> None:
+    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+        if fields.get(key, head_dim) != head_dim:
+            raise CheckpointError(
+                f"{key} is {fields.get(key)} in the GGUF file and heads are {head_dim} wide; "
+                "different sizes are not supported"
+            )
 
 
 def _shortest(value: float) -> float:
@@ -164,7 +177,10 @@ def _byte_level_bpe(fields: _Fields) -> tokenizers.Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges", [])]
     split = _splitter(fields)
-    core = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    try:
+        core = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    except Exception as error:  # the library raises a bare Exception
+        raise CheckpointError(f"the GGUF file's tokenizer is damaged: {error}; get the file again") from error
     core.pre_tokenizer = split
     core.decoder = decoders.ByteLevel()
     for kind, special in ((_CONTROL_TOKEN, True), (_USER_TOKEN, False)):

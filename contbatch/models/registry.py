@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from contbatch.errors import CheckpointError, MissingDependency, UnknownName
-from contbatch.models.checkpoint import LoadedModel, assemble, read_folder
+from contbatch.models.checkpoint import LoadedModel, assemble, is_complete, read_folder
 from contbatch.models.device import find_device, find_dtype
 from contbatch.models.gguf_file import read_gguf
 
@@ -183,24 +183,25 @@ _HUB_FILES = ["config.json", "generation_config.json", "tokenizer.json", "model*
 
 
 def _fetch_from_hub(repository: str, announce: Announce) -> Path:
-    """Download the files that a checkpoint folder needs; those already there are not fetched again."""
-    hub = _import_hub()
+    """Download the files that a checkpoint folder needs, unless they are all there."""
+    hub, folder = _import_hub(), cache_folder() / "hub" / repository.replace("/", "--")
+    if is_complete(folder):
+        return folder
     try:
         info = hub.HfApi().model_info(repository, files_metadata=True)
-        names = [(f.rfilename, f.size or 0) for f in info.siblings]
-        size = sum(bytes_ for name, bytes_ in names if _is_hub_file(name))
-        announce(f"downloading {repository} from the Hugging Face Hub, {size / 1e6:.0f} MB")
-        folder = hub.snapshot_download(repository, allow_patterns=_HUB_FILES, cache_dir=cache_folder() / "hub")
+        size = sum(file.size or 0 for file in info.siblings if _is_hub_file(file.rfilename))
+        announce(f"downloading {repository} from the Hugging Face Hub, {size / 1e6:.0f} MB, into {folder}")
+        hub.snapshot_download(repository, allow_patterns=_HUB_FILES, local_dir=folder)
     except hub.errors.RepositoryNotFoundError as error:
         known = ", ".join(entry.name for entry in list_models())
         raise UnknownName(
             f"the Hub has no public repository {repository!r}, and no folder has that name. Known: {known}"
         ) from error
-    except (OSError, hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError) as error:
+    except Exception as error:  # the library lets its HTTP client's exceptions through
         raise CheckpointError(
             f"could not fetch {repository!r} from the Hub: {error}; check the network, or give a folder"
         ) from error
-    return Path(folder)
+    return folder
 
 
 def _is_hub_file(name: str) -> bool:

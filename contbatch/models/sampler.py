@@ -76,6 +76,8 @@ def draw(scores: Floats, params: SamplingParams, position: int) -> int:
         kept = _nucleus(weights, params.top_p)
         ids, weights = ids[kept], weights[kept]
     borders = np.cumsum(weights)
+    if not 0 < borders[-1] < np.inf:
+        raise InvalidRequest(f"the probabilities add up to {borders[-1]}")
     chosen = np.searchsorted(borders, uniform(params.seed, position) * borders[-1], side="right")
     return int(ids[min(chosen, len(ids) - 1)])
 
