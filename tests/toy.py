@@ -23,7 +23,9 @@ from contbatch.plan import IterationPlan
 from contbatch.request import FinishReason, Request, RunningRequest, SamplingParams
 from contbatch.scheduler import Output, Scheduler
 from contbatch.step import Policy, Step
+from contbatch.waiting import QueueKey
 
+Verb = Callable[[], object]
 Words = NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -316,6 +318,12 @@ class Bench:
         return [request.request_id for request in self.scheduler.waiting]
 
 
+def each(*verbs: Verb) -> None:
+    """Call some verbs one after the other."""
+    for verb in verbs:
+        verb()
+
+
 def granted(plan: IterationPlan) -> dict[str, int]:
     """Who got how many tokens, in the order of granting."""
     assert plan.grants is not None
@@ -325,8 +333,8 @@ def granted(plan: IterationPlan) -> dict[str, int]:
 class Scripted:
     """A policy whose step is any function, with the budget and the queue of VllmV1."""
 
-    def __init__(self, schedule: Callable[[Step], None], name: str = "Scripted") -> None:
-        self.queue_key = None
+    def __init__(self, schedule: Callable[[Step], object], name: str = "Scripted") -> None:
+        self.queue_key: QueueKey | None = None
         self.name = name
         self._schedule = schedule
         self.finished: list[str] = []
