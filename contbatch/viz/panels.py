@@ -23,14 +23,13 @@ Made = Trace | tuple[Trace, Trace]
 class Panel(widgets.VBox):  # type: ignore[misc]  # ipywidgets publishes no types
     """Knobs, a line of words and a player; see `panel`."""
 
-    def __init__(
-        self, make_trace: Callable[..., Made], knobs: dict[str, Any], player: Player
-    ) -> None:
+    def __init__(self, make_trace: Callable[..., Made], knobs: dict[str, Any], player: Player) -> None:
         self.make_trace, self.knobs, self.player = make_trace, knobs, player
         self.shown: dict[str, Any] = {}
         self.message = widgets.HTML()
         row = widgets.HBox(list(knobs.values()), layout=widgets.Layout(flex_flow="row wrap"))
         super().__init__([row, self.message, player])
+        self.add_class("contbatch-panel")
         for knob in knobs.values():
             knob.observe(lambda change: self.run(), "value")
         self.run()
@@ -58,7 +57,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]  # ipywidgets publishes no type
         then = then if self.shown else ""
         self.message.value = (
             f'<p role="alert" style="font-size:16px;border:2px solid #D55E00;padding:6px 10px;margin:4px 0">'
-            f"{escape(error)} {escape(then)}</p>"
+            f"{escape(error)}<br>{escape(then)}</p>"
             if error
             else ""
         )
@@ -66,7 +65,7 @@ class Panel(widgets.VBox):  # type: ignore[misc]  # ipywidgets publishes no type
     @property
     def caption(self) -> str:
         """The knobs and the run in a sentence."""
-        return f"{_say(self.values)}. {self.error or self.player.caption}"
+        return self.error or f"{_say(self.values)}: {self.player.caption}"
 
     def __repr__(self) -> str:
         return f"Panel: {self.caption}"
@@ -100,15 +99,12 @@ def panel(
 
 
 def _knob(name: str, spec: Any) -> Any:
-    look = {
-        "description": name.replace("_", " "),
-        "style": {"description_width": "initial", "font_size": "16px"},
-    }
+    look = {"description": name.replace("_", " "), "style": {"description_width": "initial"}}
     if isinstance(spec, widgets.Widget):
         return spec
     if isinstance(spec, tuple) and 2 <= len(spec) <= 4 and all(isinstance(v, int) for v in spec):
-        low, high, step, start = (*spec, 1, spec[0])[:4] if len(spec) < 4 else spec
-        start = start if len(spec) == 4 else low
+        low, high = spec[:2]
+        step, start = spec[2] if len(spec) > 2 else 1, spec[3] if len(spec) > 3 else low
         if low <= start <= high and step > 0:
             return widgets.IntSlider(start, low, high, step, continuous_update=False, **look)
     if isinstance(spec, list) and spec:

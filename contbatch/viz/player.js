@@ -7,13 +7,14 @@ const CSS = `
 .cb * { box-sizing: border-box; } .cb p, .cb ul, .cb ol { margin: 0; padding: 0; list-style: none; }
 .cb-all { padding: 12px; display: grid; gap: 12px; } .cb-title { font-size: 20px; font-weight: 700; }
 .cb-bar { display: flex; flex-wrap: wrap; gap: 8px; align-items: center; }
-.cb button, .cb select { font: inherit; color: inherit; background: transparent; border: 1.5px solid currentColor;
+.cb input { font: inherit; } .cb button, .cb select { font: inherit; color: inherit; background: transparent; border: 1.5px solid currentColor;
   border-radius: 6px; min-height: 38px; padding: 4px 12px; cursor: pointer; }
 .cb select option { color: CanvasText; background: Canvas; } .cb select { max-width: 190px; padding: 4px 6px; }
 .cb button:disabled { opacity: .45; cursor: default; } .cb .cb-play { min-width: 112px; font-weight: 700;
   background: #0072B2; color: #fff; border-color: #0072B2; } .cb label { display: flex; gap: 6px; align-items: center; }
 .cb :focus-visible { outline: 3px solid #0072B2; outline-offset: 2px; box-shadow: 0 0 0 2px #fff; }
-.cb-now { font-size: 22px; font-weight: 700; font-variant-numeric: tabular-nums; min-width: 8em; padding-left: 8px; }
+.cb-now { font-size: 22px; font-weight: 700; font-variant-numeric: tabular-nums; min-width: 7.5em; padding-left: 8px; }
+.contbatch-panel { --jp-widgets-font-size: 16px; }
 .cb-push { margin-left: auto; display: flex; gap: 8px 14px; flex-wrap: wrap; align-items: center; } .cb-legend { display: flex; flex-wrap: wrap; gap: 4px 16px; }
 .cb-legend li, .cb-words li, .cb-queue li { display: flex; gap: 8px; align-items: flex-start; }
 .cb-chip { flex: none; width: 24px; height: 24px; border: 1.5px solid currentColor; border-radius: 4px;
@@ -150,7 +151,7 @@ function makeRun(data, name, app, number) {
   const panel = (title, value, ...rest) => h("div", {}, h("p", { className: "cb-head" }, h("b", { textContent: title }), value), ...rest);
   const said = panel("What the scheduler decided, and why", h("span"), words);
   said.className = "cb-said";
-  const node = h("section", { className: "cb-run", "aria-label": name || "Run" },
+  const node = h("div", { className: "cb-run", role: "group", "aria-label": name || "Run" },
     ...(name ? [h("p", { className: "cb-name", textContent: name })] : []),
     h("div", { className: "cb-main" }, ...(number ? [] : [app.range]), h("div", {}, strip), scroller),
     h("div", { className: "cb-side" }, panel("Token budget", barText, h("div", {}, bar)), panel("KV blocks", poolText, h("div", {}, pool)),
@@ -328,7 +329,7 @@ function makeRun(data, name, app, number) {
     g.globalAlpha = 1;
     if (more > 0) word(s, `${more} more blocks are never used`, 2, lines * side + 14, s.ink, "left");
     poolText.textContent = `${used} of ${total} used` + (cached ? ` · ${cached} cached` : "") + (total - used - cached ? ` · ${total - used - cached} free` : "");
-    pool.setAttribute("aria-label", "KV cache blocks: " + poolText.textContent);
+    pool.setAttribute("aria-label", "KV blocks: " + poolText.textContent);
   }
 
   function paintText(t) {
@@ -404,7 +405,7 @@ function render({ model, el }) {
     const [first, back, play, next, last] = [button("|◀\uFE0E", "First step", () => jump(0)), button("◀\uFE0E Back", "Back", () => jump(app.t - 1)),
       button("", "Play", toggle, "cb-play"), button("Next ▶\uFE0E", "Next", () => jump(app.t + 1)), button("▶\uFE0E|", "Last step", () => jump(steps - 1))];
     const pick = (options, value, act) => h("select", { onchange: act }, ...options.map(([v, text]) => h("option", { value: v, textContent: text, selected: v === value })));
-    const speed = pick(SPEEDS.map((v) => [v, `${v} a second`]), SPEEDS.find((v) => v >= model.get("speed")) ?? 30, () => { set("speed", Number(speed.value)); if (playing) play_(); });
+    const speed = pick(SPEEDS.map((v) => [v, `${v} / s`]), SPEEDS.find((v) => v >= model.get("speed")) ?? 30, () => { set("speed", Number(speed.value)); if (playing) play_(); });
     const ids = [...new Set(runs.flatMap((run) => run.requests.map((r) => r.id)))];
     const follow = pick([["", "nobody"], ...ids.map((id) => [id, id.length > 24 ? id.slice(0, 23) + "…" : id])], "", () => app.setFollow(follow.value));
     const future = h("input", { type: "checkbox", checked: app.future, onchange: () => { app.future = future.checked; set("future", app.future); app.refresh(false); } });
@@ -444,7 +445,7 @@ function render({ model, el }) {
     root.replaceChildren(h("div", { className: "cb-all" + (two ? " cb-two" : "") }, ...(data.title ? [h("p", { className: "cb-title", textContent: data.title })] : []),
       h("div", { className: "cb-bar" }, first, back, play, next, last, now,
         h("div", { className: "cb-push" }, h("label", {}, "Speed", speed), h("label", {}, "Follow", follow),
-          h("label", {}, future, "Show later steps"), button("Full screen", "Full screen", () => document.fullscreenElement ? document.exitFullscreen() : root.requestFullscreen()))),
+          h("label", {}, future, "Later steps"), button("Full screen", "Full screen", () => document.fullscreenElement ? document.exitFullscreen() : root.requestFullscreen()))),
       legend, ...app.views.map((view) => view.node), caption, about,
       ...runs.map((run, i) => h("p", { textContent: (two ? `${data.labels[i]}: ` : "") + run.summary }))));
     app.t = clamp(model.get("t") || 0, 0, steps - 1);
@@ -452,8 +453,15 @@ function render({ model, el }) {
     app.refresh();
   }
 
+  // ipywidgets gives the handle of a slider no accessible name; a knob's handle takes that of its label.
+  function nameKnobs() {
+    for (const handle of el.closest(".contbatch-panel")?.querySelectorAll(".noUi-handle:not([aria-label])") ?? [])
+      handle.setAttribute("aria-label", handle.closest(".widget-inline-hbox")?.querySelector(".widget-label")?.textContent || "knob");
+  }
+
   function paint() {
     asked = 0;
+    nameKnobs();
     if (!app || !root.clientWidth) return;
     const start = performance.now();
     app.paint();

@@ -28,9 +28,7 @@ try:
     from matplotlib.patheffects import withStroke
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise MissingDependency(
-        "still figures need matplotlib, which is not installed; pip install matplotlib"
-    ) from error
+    raise MissingDependency("still figures need matplotlib, which is not installed; pip install matplotlib") from error
 
 _LOOK: dict[str, Any] = {
     "font.size": 13,

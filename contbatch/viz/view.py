@@ -15,7 +15,9 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from contbatch.errors import TraceError
-from contbatch.trace import Blocked, RequestRecord, StepRecord, Trace
+from contbatch.trace import RequestRecord, StepRecord, Trace
+from contbatch.viz import words
+from contbatch.viz.words import Decision, Grant
 
 
 class Style(NamedTuple):
@@ -82,15 +84,8 @@ class Waiting(NamedTuple):
     why: str
 
 
-class Decision(NamedTuple):
-    """One thing that the scheduler decided, and why; `letter` says which kind ("" for the end of a request)."""
-
-    letter: str
-    text: str
-
-
 class BlockState(NamedTuple):
-    """"owned" (by one request or, through a shared prefix, several), "cached" (free, but known), or "free"."""
+    """ "owned" (by one request or, through a shared prefix, several), "cached" (free, but known), or "free"."""
 
     state: str
     owners: tuple[str, ...] = ()
@@ -113,8 +108,8 @@ class Frame:
 
 
 @dataclass(slots=True)
-class _Life:
-    """What is known of one request while the steps are replayed."""
+class Life:
+    """What is known of one request, while the steps are replayed and after."""
 
     record: RequestRecord
     letter: str = ""
@@ -153,7 +148,7 @@ class View:
         self.queues: list[tuple[Waiting, ...]] = []
         self.decisions: list[tuple[Decision, ...]] = []
         self.captions: list[str] = []
-        self._lives = {record.request_id: _Life(record) for record in trace.requests.values()}
+        self._lives = {record.request_id: Life(record) for record in trace.requests.values()}
         self._owners: dict[int, list[str]] = {}
         self._known: set[int] = set()
         self._runs: dict[int, list[tuple[int, BlockState]]] = {}
@@ -202,7 +197,7 @@ class View:
 
     def _replay(self, t: int, step: StepRecord) -> None:
         self._arrivals_and_departures(t, step)
-        decisions = _running_decisions(step, self._lives)
+        decisions = words.running(step, self._lives)
         decisions += self._send_away(t, step)
         decisions += self._let_in(t, step)
         self._hand_out_blocks(t, step)
@@ -224,9 +219,9 @@ class View:
         for request_id in [*step.preempted, *step.swapped_out]:
             life = self._lives[request_id]
             swapped = request_id in step.swapped_out
-            life.letter = "S" if swapped else "X"
+            decisions.append(words.sent_away(request_id, life, swapped))
+            life.letter = decisions[-1].letter
             life.preempted.append(t)
-            decisions.append(Decision(life.letter, _sent_away(request_id, life, swapped)))
             self._release(request_id, t)
             life.computed = life.computed if swapped else 0
             if request_id in self._order:
@@ -240,8 +235,8 @@ class View:
         order = {request_id: row for row, request_id in enumerate(step.request_ids)}
         for request_id in sorted(joined, key=lambda i: order.get(i, len(order))):
             life = self._lives[request_id]
-            granted = _granted(step, request_id)
-            if request_id in step.preempted and granted is None:
+            grant = _granted(step, request_id)
+            if request_id in step.preempted and grant is None:
                 continue
             life.letter = "."
             life.joined.append(t)
@@ -251,8 +246,7 @@ class View:
             cached = step.cached.get(request_id, 0)
             life.computed = life.computed if back else cached
             life.cached += cached
-            letter, text = _joined(request_id, life, granted, cached, back)
-            decisions.append(Decision(letter, text))
+            decisions.append(words.joined(request_id, life, grant, cached, back))
         return decisions
 
     def _hand_out_blocks(self, t: int, step: StepRecord) -> None:
@@ -268,9 +262,7 @@ class View:
 
     def _grant(self, t: int, step: StepRecord) -> None:
         caching = bool(self.trace.config.get("enable_prefix_caching", False))
-        for request_id, start, count, kind in zip(
-            step.request_ids, step.starts, step.counts, step.kinds, strict=True
-        ):
+        for request_id, start, count, kind in zip(step.request_ids, step.starts, step.counts, step.kinds, strict=True):
             life = self._lives[request_id]
             cached = step.cached.get(request_id, 0)
             life.cells[t] = Cell(kind, start, count, cached)
@@ -293,16 +285,11 @@ class View:
         waiting = [i for i in self._order if self._lives[i].letter in "WXS"]
         looked_at = [i for i in step.reasons if i in waiting]
         queue = looked_at + [i for i in waiting if i not in step.reasons]
-        self.queues.append(
-            tuple(Waiting(i, self._lives[i].letter, why(step.reasons.get(i))) for i in queue)
-        )
-        decisions += _blocked_decisions(step, self._lives, len(queue) - len(looked_at))
-        decisions += [
-            Decision("", f"{i} ends: {reason}, {_count(self._lives[i].outputs, 'output token')}.")
-            for i, reason in step.finished.items()
-        ]
+        self.queues.append(tuple(Waiting(i, self._lives[i].letter, _why_waiting(step, i)) for i in queue))
+        decisions += words.left_out(step, self._lives, len(queue) - len(looked_at))
+        decisions += words.ended(step, self._lives)
         self.decisions.append(tuple(decisions))
-        self.captions.append(_caption(t, step, self.budgets[t], self.num_blocks))
+        self.captions.append(words.caption(t, step, self.budgets[t], self.num_blocks))
 
     def _end(self, t: int, step: StepRecord) -> None:
         for request_id in step.finished:
@@ -334,54 +321,18 @@ class View:
 
     @property
     def summary(self) -> str:
-        """One sentence with the numbers of the whole run; it names the trace, so other data gives other text."""
-        steps, lives = self.trace.steps, self._lives.values()
-        limits = [use.limit for use in self.budgets if use.limit is not None]
-        used = sum(use.used for use in self.budgets)
-        parts = [
-            f"{_count(len(self.ids), 'request')} in {_count(self.num_steps, 'step')}"
-            f" under {self.trace.policy or 'an unnamed policy'}",
-            f"{_count(sum(life.record.num_prompt_tokens for life in lives), 'prompt token')}"
-            f" ({sum(life.cached for life in lives)} taken from the cache,"
-            f" {sum(life.recomputed for life in lives)} computed again)"
-            f" and {_count(sum(life.outputs for life in lives), 'output token')}",
-        ]
-        if limits:
-            share = 100 * used / max(1, sum(limits))
-            parts.append(f"budget {_span(limits)} tokens a step, {share:.0f} % used")
-        parts.append(_count(sum(len(step.preempted) for step in steps), "preemption"))
-        if self.num_blocks:
-            peak = max((used for used, _ in self.pool_use), default=0)
-            parts.append(f"at most {peak} of {self.num_blocks} blocks in use")
-        return "; ".join(parts) + f" (trace {self.trace.digest()})."
+        """The run in one sentence with its numbers; it names the trace, so other data gives another text."""
+        return words.summary(self, self._lives.values())
 
     def about(self, request_id: str) -> str:
         """The life of one request in a sentence."""
-        life, finish = self._lives[request_id], self.trace.finished.get(request_id)
-        record = life.record
-        parts = [
-            f"{_count(record.num_prompt_tokens, 'prompt token')}, at most {record.max_tokens} new",
-            f"priority {record.priority}",
-            f"known from step {record.arrival_step}",
-        ]
-        if life.joined:
-            parts.append(f"joined in step {life.joined[0]}")
-        if life.cached:
-            parts.append(f"{life.cached} tokens from the prefix cache")
-        if life.preempted:
-            parts.append("sent away in step " + _list([str(t) for t in life.preempted]))
-        if life.emitted:
-            parts.append(f"first token in step {life.emitted[0]}")
-        if finish is not None:
-            end = f"ended after {_count(finish.step, 'step')}"
-            parts.append(f"{end}: {finish.reason}, {_count(life.outputs, 'output token')}")
-        return f"{request_id}: " + "; ".join(parts) + "."
+        return words.about(self._lives[request_id], self.trace.finished.get(request_id))
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Headings and one row of text per request."""
         return TABLE_HEAD, [self._row(life) for life in self._lives.values()]
 
-    def _row(self, life: _Life) -> tuple[str, ...]:
+    def _row(self, life: Life) -> tuple[str, ...]:
         record, finish = life.record, self.trace.finished.get(life.record.request_id)
         numbers = (record.num_prompt_tokens, life.cached, life.recomputed, len(life.preempted))
         tokens = [str(life.emitted[0]), str(life.emitted[-1])] if life.emitted else ["none", "none"]
@@ -455,16 +406,8 @@ def short_labels(ids: Sequence[str]) -> list[str]:
     return [str(n) for n in range(1, len(ids) + 1)]
 
 
-def why(blocked: Blocked | None) -> str:
-    """Why a request got nothing, in words; "" for None."""
-    if blocked is None:
-        return ""
-    needs, left = blocked.needs, blocked.left
-    return {
-        "budget": f"needs {_count(needs, 'token')}, {left} left in the budget",
-        "blocks": f"needs {_count(needs, 'block')}, {left} free",
-        "sequences": f"needs a place among the running, {left} left",
-    }.get(blocked.reason, "held back by the policy")
+def _why_waiting(step: StepRecord, request_id: str) -> str:
+    return "made room in this step" if request_id in step.preempted else words.why(step.reasons.get(request_id))
 
 
 def _check_ids(trace: Trace) -> None:
@@ -476,91 +419,11 @@ def _check_ids(trace: Trace) -> None:
             raise TraceError(f"step {t} mentions {unknown[0]!r}, which never arrived; record the run again")
 
 
-def _granted(step: StepRecord, request_id: str) -> tuple[int, int, str] | None:
+def _granted(step: StepRecord, request_id: str) -> Grant | None:
     if request_id not in step.request_ids:
         return None
     row = step.request_ids.index(request_id)
-    return step.starts[row], step.counts[row], step.kinds[row]
-
-
-def _running_decisions(step: StepRecord, lives: dict[str, _Life]) -> list[Decision]:
-    """What those that already ran were given."""
-    decoding = [i for i, kind in zip(step.request_ids, step.kinds, strict=True) if kind == "D"]
-    decisions = []
-    if decoding:
-        each = "s 1 token" if len(decoding) == 1 else " 1 token each"
-        decisions.append(Decision("D", f"{_list(decoding)} decode{each}."))
-    new = {*step.admitted, *step.resumed}
-    for row, request_id in enumerate(step.request_ids):
-        kind, count = step.kinds[row], step.counts[row]
-        if kind == "D" or request_id in new:
-            continue
-        again = " again" if kind == "R" else ""
-        span = _of(lives[request_id], step.starts[row] + count)
-        decisions.append(
-            Decision(kind, f"{request_id} goes on: {_count(count, 'token')} computed{again}, {span}.")
-        )
-    return decisions
-
-
-def _sent_away(request_id: str, life: _Life, swapped: bool) -> str:
-    blocks = _count(len(life.table), "block")
-    if swapped:
-        return f"{request_id} is swapped out: its {blocks} move to host memory."
-    return (
-        f"{request_id} is preempted and gives back {blocks}: {_count(life.computed, 'token')} must be"
-        f" computed again, {_count(life.outputs, 'output token')} stay."
-    )
-
-
-def _joined(
-    request_id: str, life: _Life, granted: tuple[int, int, str] | None, cached: int, back: bool
-) -> tuple[str, str]:
-    if back:
-        return "S", f"{request_id} is swapped in from host memory."
-    verb = "comes back" if life.preempted else "joins"
-    if granted is None:
-        return ".", f"{request_id} {verb} and gets nothing yet."
-    start, count, kind = granted
-    taken = f"{_count(cached, 'token')} from the prefix cache, " if cached else ""
-    again = " again" if kind == "R" else ""
-    done = _of(life, start + count)
-    return kind, f"{request_id} {verb}: {taken}{_count(count, 'token')} computed{again}, {done}."
-
-
-def _of(life: _Life, end: int) -> str:
-    known = life.record.num_prompt_tokens + life.outputs
-    return f"all {known} are done" if end >= known else f"{end} of {known} are done"
-
-
-def _blocked_decisions(
-    step: StepRecord, lives: dict[str, _Life], not_looked_at: int
-) -> list[Decision]:
-    decisions = []
-    for request_id, blocked in step.reasons.items():
-        letter = lives[request_id].letter
-        place = "stays in the queue" if letter in "WXS" else "runs but gets nothing"
-        decisions.append(Decision(letter, f"{request_id} {place}: {why(blocked)}."))
-    if not_looked_at:
-        rest = "1 more waits" if not_looked_at == 1 else f"{not_looked_at} more wait"
-        decisions.append(Decision("W", f"{rest}; the scheduler did not look that far."))
-    return decisions
-
-
-def _caption(t: int, step: StepRecord, use: BudgetUse, num_blocks: int) -> str:
-    named = (("prefill", use.prefill), ("computed again", use.recomputed), ("decode", use.decode))
-    kinds = ", ".join(f"{name} {count}" for name, count in named if count) or "nobody computed"
-    total = _count(use.used, "token") if use.limit is None else f"{use.used} of {use.limit} tokens"
-    parts = [f"Step {t}: {total} ({kinds})"]
-    parts.append(f"{step.num_running} running, {step.num_waiting} waiting")
-    if num_blocks:
-        parts.append(f"{num_blocks - step.free_blocks} of {num_blocks} blocks in use")
-    for verb, ids in (("preempted", step.preempted), ("swapped out", step.swapped_out)):
-        if ids:
-            parts.append(f"{verb}: {_list(ids)}")
-    if step.finished:
-        parts.append(f"finished: {_list(list(step.finished))}")
-    return "; ".join(parts) + "."
+    return Grant(step.starts[row], step.counts[row], step.kinds[row])
 
 
 def _lane(letters: str, cells: dict[int, Cell]) -> list[Any]:
@@ -583,22 +446,6 @@ def _changes(values: Sequence[Any]) -> list[Any]:
         if not t or value != values[t - 1]:
             flat += [t, value]
     return flat
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _list(names: Sequence[str], limit: int = 5) -> str:
-    shown = list(names[:limit])
-    if len(names) > limit:
-        shown.append(f"{len(names) - limit} more")
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
-
-
-def _span(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return str(low) if low == high else f"{low} to {high}"
 
 
 def _cut(text: str) -> str:

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from contbatch import BatchedRequest, ScheduledBatch
+from contbatch import BatchedRequest, ScheduledBatch, StepRecord, Trace
 from contbatch.batch import FlatBatch
-from contbatch.errors import InvalidRequest
+from contbatch.errors import InvalidRequest, TraceError
 from contbatch.viz import plots
-from contbatch.viz.flat import MOST_TOKENS, FlatView, LinkedArrays, arrays, mask
+from contbatch.viz.flat import MOST_TOKENS, FlatView, LinkedArrays, arrays, mask, padding
 
 SIZE = 4
 TEXTS = ["a", "b", "</script>", "$x", "$y", "f"]
@@ -124,6 +124,18 @@ def test_figures_carry_their_captions(flat: FlatBatch) -> None:
     assert plots.figure(arrays(view, 2)).caption == f"{view.arrays_caption} {view.sentence(2)}"
     assert plots.figure(mask(view, 0)).caption == view.mask_caption
     assert plots.figure(arrays(FlatView(replace(flat, positions=flat.positions * 0), SIZE))).png[:4] == b"\x89PNG"
+
+
+def test_padding_counts_the_places_of_a_rectangle() -> None:
+    """Requests times the longest, in every step that computed something."""
+    trace = Trace(steps=[StepRecord(0), StepRecord(1, request_ids=["a", "b"], counts=[7, 1], kinds="PD")])
+    trace.steps.append(StepRecord(2, request_ids=["a", "b"], counts=[1, 1], kinds="DD"))
+    assert plots.figure(padding(trace)).caption == (
+        "10 tokens in 2 steps; padded to rectangles they would take 16 places, 38 % of them empty; "
+        "most in step 1: 14 places for 8 tokens."
+    )
+    with pytest.raises(TraceError, match="run the engine first"):
+        padding(Trace())
 
 
 def test_the_widget_is_a_figure_and_a_sentence_where_it_cannot_live(flat: FlatBatch) -> None:
