@@ -132,7 +132,7 @@ class PrefillFirst(FirstComeFirstServed):
 
 def late_arrivals(policy: Policy | str, budget: int) -> Trace:
     """The eight made-up requests, four at once and four later, under a policy and a budget."""
-    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget)
+    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget, num_blocks=64)
     engine = Engine(ScriptedExecutor(), limits, policy)
     for number, (prompt, output) in enumerate(zip(PROMPTS, OUTPUTS, strict=True)):
         if number == 4:
@@ -227,8 +227,8 @@ def clue(name: str) -> str:
     limit = trace.steps[step].budget
     budget = "no token budget" if limit is None else f"budget {limit}"
     return (
-        f"{name}: {trace.policy}, {trace.config['max_num_seqs']} seats, {budget}. {View(trace).captions[step]} "
-        f"Next in the queue: a prompt of {_head(trace)} tokens."
+        f"{name}: {trace.policy}, {trace.config['max_num_seqs']} seats, {budget}. "
+        f"Next in the queue: a prompt of {_head(trace)} tokens.\n   {View(trace).captions[step]}"
     )
 
 
