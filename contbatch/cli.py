@@ -76,7 +76,3 @@ def _complain(message: str) -> int:
 def main() -> None:
     """Entry point of the `contbatch` script."""
     sys.exit(run(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    main()

@@ -13,13 +13,14 @@ from contbatch.nbtools.files import NotebookError, find_notebooks, notebook_fold
 from contbatch.nbtools.guards import check
 from contbatch.nbtools.normalise import normalise
 from contbatch.nbtools.skeleton import check_skeleton
-from contbatch.nbtools.update import update
+from contbatch.nbtools.update import execute, update
 
 __all__ = [
     "Finding",
     "NotebookError",
     "check",
     "check_skeleton",
+    "execute",
     "find_notebooks",
     "normalise",
     "notebook_folder",

@@ -37,7 +37,7 @@ def update(path: str | Path, *, ignored: bool = False, timeout: float = 120) -> 
     path = Path(path)
     before = read_text(path)
     stored = parse(before, str(path))
-    executed = _execute(stored, path, timeout)
+    executed = execute(stored, path, timeout)
     if not ignored:
         _keep_ignored(stored, executed)
     after = to_text(normalise(executed))
@@ -46,8 +46,12 @@ def update(path: str | Path, *, ignored: bool = False, timeout: float = 120) -> 
     return after != before
 
 
-def _execute(notebook: Any, path: Path, timeout: float) -> Any:
-    """An executed copy."""
+def execute(notebook: Any, path: Path, timeout: float) -> Any:
+    """An executed copy of a notebook; `path` is where it lives, and what errors call it.
+
+    Raises:
+        NotebookError: a cell failed, or took longer than `timeout` seconds.
+    """
     from copy import deepcopy
 
     from nbclient import NotebookClient
@@ -73,7 +77,7 @@ def _execute(notebook: Any, path: Path, timeout: float) -> Any:
         reason = "the kernel died"
     else:
         return result
-    raise NotebookError(f"{path}: {current} failed: {reason}; the file is unchanged")
+    raise NotebookError(f"{path}: {current} failed: {reason}")
 
 
 class _Current:

@@ -1,0 +1,5 @@
+"""`python -m contbatch` is the `contbatch` command."""
+
+from contbatch.cli import main
+
+main()
