@@ -296,6 +296,12 @@ class Bench:
         """Several steps."""
         return [self.step() for _ in range(count)]
 
+    def until(self, condition: Callable[[], bool], limit: int = 200) -> None:
+        """Step until a condition holds."""
+        while not condition():
+            assert len(self.plans) < limit, "it never came to that"
+            self.step()
+
     def drain(self, limit: int = 500) -> list[dict[str, int]]:
         """Step until everybody has finished."""
         done: list[dict[str, int]] = []
