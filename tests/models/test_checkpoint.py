@@ -64,7 +64,7 @@ def test_a_loaded_folder_computes_the_same(folder: Path) -> None:
     """The model from the folder gives the very logits of the model that was written."""
     text = tokens(9)
     loaded = load_model(folder, dtype="float64")
-    assert (loaded.name, loaded.eos_token_ids) == (str(folder), {2, 5})
+    assert loaded.name == str(folder) and loaded.eos_token_ids == {2, 5}
     expected = Sequences(tiny_model(), 4, [text]).step({0: 9})
     assert (Sequences(loaded, 4, [text]).step({0: 9}) == expected).all()
 
@@ -117,11 +117,11 @@ def test_a_stored_copy_of_a_tied_head_is_ignored(folder: Path) -> None:
 # Bad folders: what is done to a good one, and what the message must say.
 
 
-def _unlink(name: str) -> Callable[[Path], None]:
+def _unlink(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).unlink()
 
 
-def _cut(name: str) -> Callable[[Path], None]:
+def _cut(name: str) -> Callable[[Path], object]:
     def cut(folder: Path) -> None:
         data = (folder / name).read_bytes()
         (folder / name).write_bytes(data[: len(data) // 2])
@@ -129,15 +129,15 @@ def _cut(name: str) -> Callable[[Path], None]:
     return cut
 
 
-def _empty(name: str) -> Callable[[Path], None]:
+def _empty(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(b"")
 
 
-def _config(**changes: Any) -> Callable[[Path], None]:
+def _config(**changes: Any) -> Callable[[Path], object]:
     return lambda folder: _edit(folder / "config.json", **changes)
 
 
-def _tensor(name: str, value: torch.Tensor | None) -> Callable[[Path], None]:
+def _tensor(name: str, value: torch.Tensor | None) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
         tensors.pop(name, None)

@@ -44,6 +44,15 @@ METADATA: dict[str, Any] = {
 }
 
 
+def _add(writer: gguf.GGUFWriter, key: str, value: str | int | float) -> None:
+    if isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    else:
+        writer.add_float32(key, value)
+
+
 def _gguf_name(name: str) -> str:
     name = name.removesuffix(".weight")
     if name.startswith("layers."):
@@ -84,8 +93,7 @@ def _write(
         if isinstance(value, list):
             writer.add_array(key, value)
         elif value is not None:
-            add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-            add(key, value)
+            _add(writer, key, value)
     kept: dict[str, Floats] = {}
     for name, tensor in tiny_checkpoint(config).tensors.items():
         if name == leave_out:
@@ -137,7 +145,11 @@ def test_a_gguf_file_and_a_folder_compute_the_same(tmp_path: Path) -> None:
 
 def test_head_size_may_be_given(tmp_path: Path) -> None:
     """`attention.key_length` where heads are not hidden size / heads wide."""
-    sizes = {"llama.attention.key_length": 16, "llama.attention.value_length": 16, "llama.rope.dimension_count": 16}
+    sizes: dict[str, Any] = {
+        "llama.attention.key_length": 16,
+        "llama.attention.value_length": 16,
+        "llama.rope.dimension_count": 16,
+    }
     config = tiny_config(**{**CONFIG.__dict__, "head_dim": 16})
     _write(tmp_path / "m.gguf", config, **{key.replace(".", "__"): value for key, value in sizes.items()})
     assert load_model(tmp_path / "m.gguf").config == config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from contbatch.request import SamplingParams
 DRAWS = 20_000
 
 
-def _warm(**fields: object) -> SamplingParams:
+def _warm(**fields: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "seed": 3, **fields})
 
 

@@ -1,6 +1,6 @@
 """On a real model: 32 requests, 16 at a time, token for token what `transformers` produced one by one.
 
-Runs where the model was fetched before (`contbatch models --fetch smollm2-135m`); see `golden/README.md`.
+Runs where the model was fetched before; the recording is described in `golden/README.md`.
 """
 
 from __future__ import annotations
