@@ -65,7 +65,7 @@ class _Group:
     slots: Tensor
     """[requests, longest] slots of each sequence, padded with its own first slot."""
     mask: Tensor | None
-    """Added to the scores, [requests, 1, new tokens, longest]; None for a whole prompt."""
+    """Added to the scores, [requests, 1, new tokens, longest]; None (causal) where nothing was cached before."""
 
 
 class PagedAttention:
