@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
+
 from contbatch.config import SchedulerConfig
 from contbatch.engine import Engine
 from contbatch.executor import ScriptedExecutor
@@ -30,6 +33,43 @@ def _ask(answer: object, example: str, *arguments: object) -> object:
         return ask(answer, *arguments)
     except Trouble as trouble:
         raise Trouble(trouble.words, example) from None
+
+
+# The self-check
+
+_NEEDED = {
+    "torch": "PyTorch, which computes",
+    "numpy": "NumPy, which holds the arrays",
+    "matplotlib": "Matplotlib, which draws the figures",
+    "ipywidgets": "ipywidgets, the knobs",
+    "anywidget": "anywidget, the player",
+    "tokenizers": "tokenizers, text to numbers and back",
+    "safetensors": "safetensors, the model's file",
+}
+
+
+def self_check() -> str:
+    """What the notebooks need, a line each: "ok", or what to do; the last line says how many are to mend."""
+    lines = [_line("Python 3.11 or newer", sys.version_info >= (3, 11), "install a newer Python")]
+    for package, words in _NEEDED.items():
+        lines.append(_line(words, find_spec(package) is not None, f"pip install {package}"))
+    lines.append(_line("the pocket model", _computes(), "install contbatch again, the model is part of it"))
+    wrong = sum(not line.endswith(": ok") for line in lines)
+    verdict = f"To mend: {wrong}. `contbatch doctor` says more." if wrong else "Everything that you need is here."
+    return "\n".join([*lines, verdict])
+
+
+def _line(words: str, good: bool, remedy: str) -> str:
+    return f"{words}: {'ok' if good else f'NOT OK - {remedy}'}"
+
+
+def _computes() -> bool:
+    """Whether the embedded model can be loaded and generates a token."""
+    try:
+        [answer] = Engine.load("pocket").generate(["Once"], SamplingParams(max_tokens=1))
+    except Exception:  # a damaged installation can raise anything; the remedy is the same
+        return False
+    return len(answer.token_ids) == 1
 
 
 # 00.1

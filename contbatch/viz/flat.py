@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from contbatch.batch import FlatBatch
-from contbatch.errors import InvalidRequest
+from contbatch.errors import InvalidRequest, TraceError
+from contbatch.trace import Trace
 from contbatch.viz.player import anywidget, traitlets, widget_view
 from contbatch.viz.view import STYLES
 
@@ -278,6 +279,35 @@ def mask(view: FlatView, token: int | None = None) -> Figure:
     return figure
 
 
+def padding(trace: Trace) -> Figure:
+    """Tokens of each step, and the places that a rectangle (requests x longest) would have for them."""
+    from matplotlib.figure import Figure
+
+    steps = [step for step in trace.steps if step.counts]
+    if not steps:
+        raise TraceError("no step of this run computed a token; run the engine first")
+    tokens = [step.num_tokens for step in steps]
+    places = [len(step.counts) * max(step.counts) for step in steps]
+    empty = [place - token for place, token in zip(places, tokens, strict=True)]
+    worst = empty.index(max(empty))
+    share = 100 * sum(empty) / sum(places)
+    figure = Figure(figsize=(9, 4.2), dpi=100, facecolor="white", layout="constrained")
+    figure.set_label(
+        f"{sum(tokens):,} tokens in {_count(len(steps), 'step')}; padded to rectangles they would take "
+        f"{sum(places):,} places, {share:.0f} % of them empty; most in step {steps[worst].step}: "
+        f"{places[worst]} places for {_count(tokens[worst], 'token')}."
+    )
+    axes, at = figure.subplots(), [step.step for step in steps]
+    axes.bar(at, tokens, 0.86, color="#0072B2", edgecolor="black", linewidth=0.7, label="tokens: the flat axis")
+    axes.bar(at, empty, 0.86, tokens, color="white", edgecolor="black", linewidth=0.7, hatch="..", label="padding")
+    axes.set_xlabel("step", fontsize=14)
+    axes.set_ylabel("places", fontsize=14)
+    axes.tick_params(labelsize=13)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=13, frameon=False)
+    return figure
+
+
 def _cell(axes: Axes, x: float, y: float, text: str, *, marked: bool, wrong: bool = False, size: float = 13) -> None:
     from matplotlib.patches import Rectangle
 
@@ -307,7 +337,9 @@ def _band(axes: Axes, view: FlatView, row: int, x: float, width: float, y: float
     axes.add_patch(
         Rectangle((x, y), width, 1, facecolor=style.colour, edgecolor="black", hatch=style.hatch * 2, linewidth=1.2)
     )
-    label = f"{view.letter(row)} {view.flat.request_ids[row]}" if width > 2.5 else view.flat.request_ids[row]
+    label = view.flat.request_ids[row]
+    if width > 1.5 or x < 0:  # beside an axis there is room
+        label = f"{view.letter(row)} {label}"
     axes.text(x + width / 2, y + 0.5, label, ha="center", va="center", fontsize=13, weight="bold", color=style.ink)
     axes.texts[-1].set(parse_math=False)
     if style.hatch:
