@@ -331,7 +331,7 @@ def lesson() -> Any:
     cells = [new_markdown_cell("# Lesson", id="title")]
     for name in SECTIONS:
         cells.append(new_markdown_cell(f"## {name}", id=name.lower().replace(" ", "-")))
-    return new_notebook(cells=[*cells, code("x = 1", "code")])
+    return new_notebook(cells=[*cells, code("Player(engine.trace)", "code")])
 
 
 def test_skeleton_of_a_lesson() -> None:
@@ -348,10 +348,16 @@ def test_a_missing_section_is_named(section: str) -> None:
 def test_skeleton_wants_order_short_cells_and_names_as_ids() -> None:
     notebook = lesson()
     notebook.cells[1], notebook.cells[-2] = notebook.cells[-2], notebook.cells[1]
-    notebook.cells[-1].source = "\n".join(["x = 1"] * (MAX_CELL_LINES + 1))
+    notebook.cells[-1].source = "\n".join(["Player(x)"] * (MAX_CELL_LINES + 1))
     notebook.cells[3].id = "0a1b2c3d"
     found = {finding.rule for finding in check_skeleton(notebook)}
     assert found == {"skeleton", "long-cell", "cell-id"}
+
+
+def test_a_lesson_has_a_player() -> None:
+    notebook = lesson()
+    notebook.cells[-1].source = "engine.run()"
+    assert ["player" in finding.message for finding in check_skeleton(notebook)] == [True]
 
 
 @pytest.mark.parametrize("path", find_notebooks([notebook_folder()]), ids=lambda path: path.stem)

@@ -30,8 +30,8 @@ _GENERATED_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){0,4}[0-9a-f-]*")
 
 
 def check_skeleton(notebook: Any) -> list[Finding]:
-    """What a lesson lacks: its title, its sections in order, short cells, ids that are names."""
-    return [*_title(notebook), *_sections(notebook), *_cells(notebook)]
+    """What a lesson lacks: its title, its sections in order, a player, short cells, ids that are names."""
+    return [*_title(notebook), *_sections(notebook), *_player(notebook), *_cells(notebook)]
 
 
 def _title(notebook: Any) -> Iterator[Finding]:
@@ -53,6 +53,11 @@ def _sections(notebook: Any) -> Iterator[Finding]:
             yield Finding("skeleton", "", f'section "{section}" stands too early')
         else:
             last = found.start()
+
+
+def _player(notebook: Any) -> Iterator[Finding]:
+    if not any(re.search(r"\b(?:Player|panel)\(", cell["source"]) for cell in code_cells(notebook)):
+        yield Finding("skeleton", "", "no player of a run (`Player(…)` or `panel(…)`)")
 
 
 def _cells(notebook: Any) -> Iterator[Finding]:
