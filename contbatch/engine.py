@@ -259,6 +259,8 @@ class Engine:
         return self.tokenizer.encode(prompt)
 
     def _seeded(self, sampling: SamplingParams) -> SamplingParams:
+        if not isinstance(sampling, SamplingParams):
+            return sampling  # `Request` says what is wrong with it
         if sampling.stop_strings and self.tokenizer is None:
             raise InvalidRequest(
                 f"stop is {sampling.stop_strings!r} and this engine has no tokenizer; use stop_token_ids"
