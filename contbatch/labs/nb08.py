@@ -179,14 +179,15 @@ PRICE = function_exercise(
 
 # 08.3
 
-PROMPTS = (9, 12, 8, 15, 10, 11, 7, 14)
-"""Prompt lengths of eight made-up requests."""
+PROMPTS = (11, 7, 10, 23, 5, 11, 8, 11)
+"""Prompt lengths of the eight requests of the notebook, in tokens of the embedded model."""
 OUTPUTS = (32, 24, 40, 28, 36, 20, 32, 24)
+"""Tokens that each of them generates."""
 BLOCK_SIZE = 4
 
 
 def squeeze(num_blocks: int) -> Trace:
-    """The eight made-up requests in a pool of so many blocks."""
+    """The eight requests, with made-up tokens, in a pool of so many blocks."""
     limits = SchedulerConfig(
         max_num_seqs=8,
         max_num_batched_tokens=64,

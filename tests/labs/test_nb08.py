@@ -107,10 +107,18 @@ def test_the_smallest_pool_is_the_smallest() -> None:
         (nb08.ADMITTED, "and then the outputs grow"),
         (nb08.LONGEST - 1, "is refused"),
         (nb08.SMALLEST_POOL - 1, "is preempted in step"),
-        (nb08.SMALLEST_POOL + 1, "nobody is preempted with 64 blocks either"),
+        (nb08.SMALLEST_POOL + 1, f"nobody is preempted with {nb08.SMALLEST_POOL} blocks either"),
         (-1, "at least 1"),
-        ("64", "at least 1"),
+        (str(nb08.SMALLEST_POOL), "at least 1"),
     ],
 )
 def test_pool_mistakes_are_named(wrong, words: str) -> None:
     assert words in repr(labs.check("08.3", wrong))
+
+
+def test_the_eight_requests_are_those_of_the_notebook() -> None:
+    from contbatch.models import load_model
+    from contbatch.prompts import DEMO_PROMPTS
+
+    tokenizer = load_model("pocket").tokenizer
+    assert tuple(len(tokenizer.encode(prompt)) for prompt in DEMO_PROMPTS) == nb08.PROMPTS
