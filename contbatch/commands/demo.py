@@ -19,6 +19,7 @@ import typer
 
 from contbatch.commands import terminal
 from contbatch.errors import InvalidConfig
+from contbatch.prompts import DEMO_PROMPTS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,17 +29,7 @@ if TYPE_CHECKING:
     from contbatch.engine import Engine
     from contbatch.metrics import Metrics, RequestMetrics
 
-PROMPTS = (
-    "Once upon a time, there was a little fox who wanted to find a friend.",
-    "Once upon a time, Lily found a shiny key in the garden.",
-    "One day, a small bear and a rabbit went to the river.",
-    "Tom had a red kite. He loved to play with it in the park.",
-    "It was a rainy day. Anna looked out of the window and",
-    "The owl was very old and",
-    "There was a brave mouse who lived near the lake. Every day",
-    "Ben and his grandma baked a cake. Then",
-)
-BLOCK_SIZE = 16
+BLOCK_SIZE = 8
 
 
 def demo(
@@ -47,7 +38,7 @@ def demo(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     policy: Annotated[str, typer.Option(help="The scheduling policy.")] = "VllmV1",
     budget: Annotated[int, typer.Option(help="Tokens that one step may compute.")] = 32,
-    blocks: Annotated[int, typer.Option(help="Blocks of 16 tokens in the KV cache.")] = 24,
+    blocks: Annotated[int, typer.Option(help="Blocks of 8 tokens in the KV cache.")] = 24,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 48,
     out: Annotated[Path, typer.Option(help="Where to write the page of the run.")] = Path("contbatch-demo.html"),
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only where the page is.")] = False,
@@ -65,7 +56,7 @@ def demo(
     loaded = time.perf_counter()
     _serve(engine, max_tokens, console, quiet)
     served = time.perf_counter()
-    to_html(engine.trace, out, title=f"contbatch demo: {len(PROMPTS)} requests, {policy}, {model}")
+    to_html(engine.trace, out, title=f"contbatch demo: {len(DEMO_PROMPTS)} requests, {policy}, {model}")
     if not quiet:
         metrics = summarise(engine.trace)
         console.print(_requests(metrics), _totals(metrics), sep="\n")
@@ -96,7 +87,7 @@ def _load(model: str, device: str, dtype: str, policy: str, budget: int, blocks:
         device=device,
         dtype=dtype,
         policy=policy,
-        max_num_seqs=len(PROMPTS),
+        max_num_seqs=len(DEMO_PROMPTS),
         max_num_batched_tokens=budget,
         block_size=BLOCK_SIZE,
         num_blocks=blocks,
@@ -108,7 +99,7 @@ def _serve(engine: Engine, max_tokens: int, console: Console, quiet: bool) -> No
     from contbatch.request import SamplingParams
 
     sampling = SamplingParams(max_tokens=max_tokens)
-    names = {engine.add_request(prompt, sampling): prompt for prompt in PROMPTS}
+    names = {engine.add_request(prompt, sampling): prompt for prompt in DEMO_PROMPTS}
     with _bars(names, max_tokens, console, quiet) as (progress, bars):
         while engine.has_unfinished:
             for event in engine.step():
@@ -157,7 +148,7 @@ def _requests(metrics: Metrics) -> Table:
     for heading in ("in", "out", "TTFT", "TPOT", "E2E", "preempted"):
         table.add_column(heading, justify="right")
     table.add_column("finish")
-    for request, prompt in zip(metrics.requests.values(), PROMPTS, strict=True):
+    for request, prompt in zip(metrics.requests.values(), DEMO_PROMPTS, strict=True):
         table.add_row(*_row(request, prompt))
     return table
 
@@ -189,6 +180,7 @@ def _texts(engine: Engine, console: Console) -> None:
     from rich.text import Text
 
     console.print("\nWhat the model wrote")
-    for name, done in engine.completions.items():
+    for name in engine.trace.requests:
+        done = engine.completions[name]
         text = re.sub(r"\s+", " ", done.text)
         console.print(Text.assemble((f"{name} ", "bold"), (done.prompt or "", "dim"), text))
