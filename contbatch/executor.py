@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from contbatch.batch import ScheduledBatch
+from contbatch.batch import BatchedRequest, ScheduledBatch
 from contbatch.request import SamplingParams
 
 
@@ -53,20 +53,25 @@ class ScriptedExecutor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self._first_output: dict[str, int] = {}
+        self._made: dict[str, tuple[int, list[int]]] = {}
+        """Position of the first token made up for each request, and the tokens so far."""
 
     def execute(self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]) -> Mapping[str, int | Exception]:
         """One scripted token per sampling request; nothing is computed."""
         del sampling
-        return {part.request_id: self._token(part.request_id, part.seq_len) for part in batch if part.sample}
+        return {part.request_id: self._token(part) for part in batch if part.sample}
 
-    def _token(self, request_id: str, position: int) -> int:
+    def _token(self, part: BatchedRequest) -> int:
         if callable(self.script):
-            return self.script(request_id, position)
-        first = self._first_output.setdefault(request_id, position)
-        script = self.script.get(request_id, ())
-        index = position - first
-        made_up = 1000 + position
+            return self.script(part.request_id, part.seq_len)
+        start, made = self._made.get(part.request_id, (0, []))
+        index = part.seq_len - start
+        if not 0 < index <= len(made) or made[index - 1] != part.token_ids[-1]:
+            start, made, index = part.seq_len, [], 0  # its first token; the id may have been used before
+            self._made[part.request_id] = start, made
+        script = self.script.get(part.request_id, ())
+        made_up = 1000 + part.seq_len
         if self.vocab_size is not None:
             made_up %= self.vocab_size
-        return script[index] if index < len(script) else made_up
+        made[index:] = [script[index] if index < len(script) else made_up]
+        return made[index]
