@@ -1,7 +1,7 @@
 """From the generator's files to the corpus: one story a line, compressed.
 
-Beside the stories that the teacher filled in stand bare ones: skeletons that it never saw. They are short, end
-quickly, and show the student clean what the two kinds have in common.
+Beside the stories that the teacher filled in stand bare ones that it never saw: one plot, or two in a row with the
+same cast. They show the student clean what a name at the start has to do with a name at the end.
 
 The one idea: a word that the whole corpus uses once or twice cannot be learned, only stumbled over; stories with such
 words are left out. Stories that came out alike are kept once.
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sentences import words_of
-from world import skeleton
+from world import bare_story
 
 BARE_SEED, ORDER_SEED = 21, 22
 
@@ -34,11 +34,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", help="JSON-lines files of generate_corpus.py")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "corpus.txt.xz", help="%(default)s")
-    parser.add_argument("--bare", type=int, default=3500, help="bare stories to add (%(default)s)")
+    parser.add_argument("--bare", type=int, default=12000, help="bare stories to add (%(default)s)")
     options = parser.parse_args()
     raw = read(options.files)
     taught = filtered(raw)
-    bare = [skeleton(index, BARE_SEED).bare for index in range(options.bare)]
+    bare = [bare_story(index, BARE_SEED) for index in range(options.bare)]
     stories = list(dict.fromkeys((*taught, *bare)))
     random.Random(ORDER_SEED).shuffle(stories)
     text = "\n".join(stories) + "\n"

@@ -42,8 +42,8 @@ CONFIG = ModelConfig(
 )
 ROW = 512
 """Tokens in a row of the training rectangle."""
-ROWS = 4
-PEAK_RATE, WARMUP, DECAY = 3e-3, 60, 0.1
+ROWS = 2
+PEAK_RATE, WARMUP, DECAY = 3e-3, 100, 0.1
 HELD_OUT = 40
 """One story in so many is kept for validation."""
 
@@ -63,7 +63,7 @@ def main() -> None:
     model = initialised(CONFIG)
     print(f"{sum(p.numel() for p in model.parameters())} parameters", flush=True)
     steps = options.epochs * (tokens // (ROW * ROWS))
-    tokenizer = Tokenizer(core, frozenset([core.token_to_id(END)]))
+    tokenizer = Tokenizer(core, frozenset([end_token(core)]))
 
     def keep() -> None:
         write_folder(options.out, Checkpoint(CONFIG, model.state_dict(), tokenizer), torch.float16)
@@ -92,9 +92,16 @@ def train_tokenizer(stories: Sequence[str]) -> tokenizers.Tokenizer:
     return core
 
 
+def end_token(core: tokenizers.Tokenizer) -> int:
+    """The id of the token that stands behind each story."""
+    token = core.token_to_id(END)
+    assert token is not None, "the trainer puts its special tokens first"
+    return int(token)
+
+
 def encode(core: tokenizers.Tokenizer, stories: Sequence[str]) -> list[list[int]]:
     """Token ids of each story, the end token last."""
-    end = core.token_to_id(END)
+    end = end_token(core)
     return [[*encoding.ids, end] for encoding in core.encode_batch(list(stories))]
 
 
@@ -132,7 +139,7 @@ def loss_of(model: Llama, rows: Tensor) -> Tensor:
     positions = torch.arange(length).repeat(count)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         shared = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
@@ -161,7 +168,7 @@ def train(
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, rows)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         recent += loss.item()
@@ -187,7 +194,8 @@ def rate(step: int, steps: int) -> float:
 @torch.no_grad()
 def validation_loss(model: Llama, rows: Tensor) -> float:
     """Loss in 32 bits on rows that training never sees."""
-    return sum(loss_of(model, part).item() * len(part) for part in rows.split(ROWS)) / len(rows)
+    parts = torch.split(rows, 8)
+    return math.fsum(loss_of(model, part).item() * len(part) for part in parts) / len(rows)
 
 
 def rounded(model: Llama) -> Llama:
@@ -201,8 +209,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, default=here / "corpus.txt.xz", help="%(default)s")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--log", type=Path, default=here / "log.json", help="losses on the way (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=8, help="times through the corpus (%(default)s)")
-    parser.add_argument("--every", type=int, default=100, help="steps between validations (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="times through the corpus (%(default)s)")
+    parser.add_argument("--every", type=int, default=250, help="steps between validations (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (%(default)s)")
     return parser.parse_args()
 

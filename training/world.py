@@ -162,6 +162,10 @@ ANIMAL_OPENINGS = (
     "One {weather} day, a {kind} {animal} went for a walk.",
     "One {weather} morning, the {animal} woke up early.",
 )
+NEXT_DAYS = (
+    "The next day was {weather}.", "Then a new day came.", "The next day, {who} woke up early.",
+    "The next day, {who} went out to play again.", "But that was not all.",
+)  # fmt: skip
 FIRST_LINKS = ("", "", " One day,", " So", " {Who}", " {He}", " {He} was", ' "', " They", " The", " Every day,")
 SECOND_LINKS = ("", "", " {Who}", " {He}", " They", " Then", ' "', " {Friend}")
 
@@ -177,11 +181,6 @@ class Skeleton:
     second_link: str
     end: str
     seeds: tuple[int, int]
-
-    @property
-    def bare(self) -> str:
-        """The bones alone, a very short story in itself."""
-        return f"{self.start} {self.turn} {self.end}"
 
 
 def skeleton(index: int, seed: int) -> Skeleton:
@@ -206,6 +205,18 @@ def skeleton(index: int, seed: int) -> Skeleton:
         fill(end),
         (rng.randrange(2**31), rng.randrange(2**31)),
     )
+
+
+def bare_story(index: int, seed: int) -> str:
+    """Bones alone, a short story in itself; two times in three a second plot follows, with the same cast."""
+    rng = random.Random(f"bare {seed}:{index}")
+    words = _cast(rng)
+    plots = rng.sample(PLOTS, rng.choice((1, 2, 2)))
+    parts = [rng.choice(words.pop("openings").split("|"))]
+    for number, plot in enumerate(plots):
+        parts += [rng.choice(NEXT_DAYS)] * (number > 0)
+        parts += [rng.choice(plot.starts), rng.choice(plot.turns), rng.choice(plot.ends)]
+    return with_articles(" ".join(part for part in parts if part).format(**words))
 
 
 def _cast(rng: random.Random) -> dict[str, str]:
