@@ -195,7 +195,8 @@ def test_b120_a_block_is_known_by_all_that_comes_before_it() -> None:
     pool = BlockPool(8, 4)
     first, second, shared = [1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]
     hold(pool, first + shared)
-    assert pool.lookup(keys(second + shared)) == [] and keys(second + shared)[1] != keys(first + shared)[1]
+    assert pool.lookup(keys(second + shared)) == []
+    assert keys(second + shared)[1].hash != keys(first + shared)[1].hash, "the hash itself is chained"
     hold(pool, second)
     assert len(pool.lookup(keys(second + shared))) == 1, "the block after another parent is another block"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -943,7 +944,9 @@ def test_sampling_that_fails_for_one_request_ends_it_alone(failure: Any) -> None
     log = Log()
     for name in ("first", "bad", "last"):
         engine.add_request(prompt(9), params(4), request_id=name, on_event=log)
-    engine.run()
+    while engine.has_unfinished:
+        engine.step()
+        engine.scheduler.check()
     bad = engine.completions["bad"]
     assert bad.finish_reason is FinishReason.ERROR and bad.error is not None and len(bad.token_ids) == 1
     assert_alone(toy, {name: engine.completions[name] for name in ("first", "last")}, params(4))
@@ -1184,6 +1187,24 @@ def test_b185_b186_rows_that_end_at_different_times() -> None:
         engine, toy = toy_engine(config())
         sampling = {f"r{i}": params(count) for i, count in enumerate(order)}
         assert_alone(toy, serve(engine, {name: prompt(4 + len(name)) for name in sampling}, sampling), sampling)
+
+
+@pytest.mark.parametrize("bs", [4, 16])
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize(("budget", "chunked"), [(16, True), (64, True), (512, True), (512, False)])
+def test_b059_64_mixed_requests_in_a_tiny_pool(bs: int, prefix: bool, budget: int, chunked: bool) -> None:
+    """The workload of the acceptance criteria (prompts 1 to 200, outputs 1 to 64), with the toy in place of a model."""
+    draw = random.Random(1)
+    sizes = [(round(200 ** draw.random()), draw.randint(1, 64)) for _ in range(64)]
+    prompts = {f"r{index}": prompt(length, index % 5) for index, (length, _) in enumerate(sizes)}
+    sampling = {f"r{index}": params(max_tokens) for index, (_, max_tokens) in enumerate(sizes)}
+    limits = config(pool=320 // bs, bs=bs, budget=budget, chunked=chunked, prefix=prefix, seqs=16, mml=264)
+    engine, toy = toy_engine(limits)
+    done = {name: engine.add_request(tokens, sampling[name], request_id=name) for name, tokens in prompts.items()}
+    engine.run()
+    assert sum(len(step.preempted) for step in engine.trace.steps) >= 20
+    assert_alone(toy, {name: engine.completions[name] for name in done}, sampling)
+    assert_empty(engine)
 
 
 @given(

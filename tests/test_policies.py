@@ -377,6 +377,20 @@ def test_priority_evicts_the_least_urgent_even_if_it_was_granted_already() -> No
     bench.drain()
 
 
+def test_priority_skips_nobody_when_a_victim_stood_before() -> None:
+    bench = Bench(config(pool=4, bs=4, prefix=False, seqs=3), VllmV1("priority"))
+    bench.add("low", 5, max_tokens=8, priority=5)
+    bench.step()
+    bench.add("first", 4, max_tokens=4, priority=0)
+    bench.add("second", 3, max_tokens=4, priority=0)
+    bench.step()
+    assert bench.running == ["low", "first", "second"] and bench.scheduler.pool.num_free == 0
+    plan = bench.plan()
+    assert plan.evicted_requests == ("low",) and granted(plan) == {"first": 1, "second": 1}
+    bench.commit(plan)
+    bench.drain()
+
+
 def test_priority_lets_the_victim_itself_go_and_serves_the_others() -> None:
     bench = Bench(config(pool=5, bs=4, prefix=False, seqs=3), VllmV1("priority"))
     bench.add("a", 7, max_tokens=6, priority=1)
