@@ -12,12 +12,14 @@ from contbatch.config import SchedulerConfig
 from contbatch.engine import Completion, Engine, TokenEvent
 from contbatch.errors import ContbatchError
 from contbatch.executor import Executor, ScriptedExecutor
+from contbatch.metrics import Metrics, RequestMetrics, Slo, goodput, summarise
 from contbatch.plan import BlockReason, DecodeTask, IterationPlan, PrefillTask
 from contbatch.policies import POLICIES, PrefillDecodeBudget, StaticBatching, VllmV1, policy_by_name
 from contbatch.request import FinishReason, Priority, Request, RequestStatus, SamplingParams
 from contbatch.scheduler import Scheduler
 from contbatch.step import Policy, Step
 from contbatch.trace import StepRecord, Trace
+from contbatch.workload import Workload, WorkloadRequest, drive
 
 __version__ = "0.1.0"
 
@@ -35,17 +37,20 @@ __all__ = [
     "FinishReason",
     "FlatBatch",
     "IterationPlan",
+    "Metrics",
     "Policy",
     "PrefillDecodeBudget",
     "PrefillTask",
     "Priority",
     "Request",
+    "RequestMetrics",
     "RequestStatus",
     "SamplingParams",
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",
     "ScriptedExecutor",
+    "Slo",
     "StaticBatching",
     "Step",
     "StepRecord",
@@ -53,5 +58,10 @@ __all__ = [
     "TokenEvent",
     "Trace",
     "VllmV1",
+    "Workload",
+    "WorkloadRequest",
+    "drive",
+    "goodput",
     "policy_by_name",
+    "summarise",
 ]

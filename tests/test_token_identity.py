@@ -14,6 +14,8 @@ from contbatch.prompts import EXAMPLE_PROMPTS
 
 MAX_LEN = 264
 ROOMY = 64 * MAX_LEN
+TIGHT = {16: 528, 64: 800, 512: 336}
+"""For each budget, the tokens that a pool must hold so that it is too small at least 20 times."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Asked:
 @pytest.fixture(scope="module")
 def requests() -> list[Asked]:
     """64 requests: prompts of 1 to 200 tokens cut from English text, outputs of 1 to 64 tokens."""
-    chance = random.Random(11)
+    chance = random.Random(4)
     tokenizer = Engine.load("pocket").tokenizer
     assert tokenizer is not None
     text = tokenizer.encode(" ".join(EXAMPLE_PROMPTS) * 4)
@@ -62,16 +64,14 @@ def together(requests: list[Asked], **limits: object) -> tuple[list[tuple[int, .
 
 def grid() -> Iterator[object]:
     """Budget, chunking, block size, pool and prefix cache; chunking can be off only where a prompt fits."""
-    for budget, block_size, tight, caching in itertools.product(
-        (16, 64, 512), (4, 16), (False, True), (False, True)
-    ):
+    for budget, block_size, tight, caching in itertools.product(TIGHT, (4, 16), (False, True), (False, True)):
         for chunked in (True, False) if budget == 512 else (True,):
             name = f"budget{budget}-block{block_size}-{'tight' if tight else 'roomy'}"
             name += f"-{'cache' if caching else 'nocache'}{'' if chunked else '-whole'}"
             yield pytest.param(budget, block_size, tight, caching, chunked, id=name)
 
 
-@pytest.mark.parametrize(("budget", "block_size", "tight", "caching", "chunked"), grid())
+@pytest.mark.parametrize(("budget", "block_size", "tight", "caching", "chunked"), list(grid()))
 def test_batched_equals_alone(
     requests: list[Asked],
     alone: list[tuple[int, ...]],
@@ -87,7 +87,7 @@ def test_batched_equals_alone(
         max_num_seqs=64 if tight else 16,
         max_num_batched_tokens=budget,
         block_size=block_size,
-        num_blocks=(MAX_LEN * 3 if tight else ROOMY) // block_size,
+        num_blocks=(TIGHT[budget] if tight else ROOMY) // block_size,
         enable_prefix_caching=caching,
         enable_chunked_prefill=chunked,
         scheduler_reserve_full_isl=not tight,
