@@ -360,7 +360,8 @@ def _paint_tokens(axes: Axes, view: FlatView, token: int | None) -> None:
         _name(axes, line, name)
         for column, text in enumerate(texts):
             bad = (name, column) in wrong or (name == "sampled" and ("sample_rows", column) in wrong)
-            small = min(size, 5.5 * size / max(1, len(text.strip())))
+            text = text.strip()
+            small = min(size, 4.7 * size / max(1, len(text)))
             _cell(axes, column, line, text, marked=column == token, wrong=bad, size=small)
     _bare(axes, view.num_tokens, len(view.token_rows()) + 2)
 
