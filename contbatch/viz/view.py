@@ -123,6 +123,8 @@ class Life:
     preempted: list[int] = field(default_factory=list)
     cached: int = 0
     recomputed: int = 0
+    high_water: int = 0
+    """Most tokens that were ever computed: what is computed below it is computed again."""
 
 
 class View:
@@ -267,7 +269,8 @@ class View:
             cached = step.cached.get(request_id, 0)
             life.cells[t] = Cell(kind, start, count, cached)
             life.computed = start + count
-            life.recomputed += count if kind == "R" else 0
+            life.recomputed += max(0, min(life.computed, life.high_water) - start)
+            life.high_water = max(life.high_water, life.computed)
             if caching:
                 self._known.update(life.table[: life.computed // self.block_size])
         for request_id in step.sampled:
