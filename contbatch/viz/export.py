@@ -24,7 +24,7 @@ h1 { font-size: 26px; margin: 12px; } section.run { margin: 12px; } h2 { font-si
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: 4px 0; } th, td { border-bottom: 1px solid #8888; padding: 4px 10px; }
 th, td { text-align: right; vertical-align: top; } thead th { vertical-align: bottom; }
-th:first-child, .text { text-align: left; } .text { min-width: 260px; white-space: pre-wrap; }
+th:first-child, .text.text { text-align: left; } .text { min-width: 260px; white-space: pre-wrap; }
 """
 
 _SHIM = """
@@ -124,10 +124,10 @@ def _json_in_html(data: Any) -> str:
 
 
 def _table(view: View, name: str) -> str:
-    head, rows = view.table()
+    head, rows = _without_empty_texts(*view.table())
     heading = f"Requests of {name}" if name else "Requests"
-    cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    body = "".join(f"<tr>{_row(row)}</tr>\n" for row in rows)
+    cells = "".join(f'<th scope="col"{_kind(name)}>{escape(name)}</th>' for name in head)
+    body = "".join(f"<tr>{_row(head, row)}</tr>\n" for row in rows)
     return f"""<section class="run">
 <h2>{escape(heading)}</h2>
 <noscript><p>{escape(view.summary)}</p></noscript>
@@ -139,10 +139,15 @@ def _table(view: View, name: str) -> str:
 """
 
 
-def _row(row: Sequence[str]) -> str:
-    first, *numbers, prompt, text = row
-    return (
-        f'<th scope="row">{escape(first)}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in numbers)
-        + "".join(f'<td class="text">{escape(cell)}</td>' for cell in (prompt, text))
-    )
+def _row(head: Sequence[str], row: Sequence[str]) -> str:
+    cells = [f"<td{_kind(name)}>{escape(cell)}</td>" for name, cell in zip(head[1:], row[1:], strict=True)]
+    return f'<th scope="row">{escape(row[0])}</th>' + "".join(cells)
+
+
+def _kind(name: str) -> str:
+    return ' class="text"' if name in ("prompt", "text") else ""
+
+
+def _without_empty_texts(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    keep = [n for n, name in enumerate(head) if not _kind(name) or any(row[n] for row in rows)]
+    return [head[n] for n in keep], [[row[n] for n in keep] for row in rows]

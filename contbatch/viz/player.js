@@ -140,7 +140,8 @@ function makeRun(data, name, app, number) {
   const { styles } = app, N = data.requests.length, n = data.steps;
   const lanes = data.lanes.map((lane) => unroll(lane, n));
   const blocks = Object.entries(data.blocks.runs).map(([b, runs]) => [Number(b), runs]);
-  const { most } = app;
+  const highest = (uses) => Math.max(1, ...uses.map((u) => Math.max(u[3] ?? 0, u[0] + u[1] + u[2])));
+  const most = highest(app.limited ? app.uses : data.use);  // two runs with a budget each share one scale
   const strip = h("canvas", { className: "cb-strip", role: "img", "aria-label": "Tokens per step over the whole run" });
   const canvas = h("canvas", { role: "img" }), spacer = h("div", {}, canvas);
   const scroller = h("div", { className: "cb-lanes", tabIndex: 0, role: "group", "aria-label": `Requests${name && " of " + name}` }, spacer);
@@ -328,7 +329,7 @@ function makeRun(data, name, app, number) {
     }
     g.globalAlpha = 1;
     if (more > 0) word(s, `${more} more blocks are never used`, 2, lines * side + 14, s.ink, "left");
-    poolText.textContent = `${used} of ${total} used` + (cached ? ` · ${cached} cached` : "") + (total - used - cached ? ` · ${total - used - cached} free` : "");
+    poolText.textContent = `${used} of ${total} used` + (cached ? ` · ${cached} cached` : "");
     pool.setAttribute("aria-label", "KV blocks: " + poolText.textContent);
   }
 
@@ -398,8 +399,8 @@ function render({ model, el }) {
     }
     const steps = Math.max(...runs.map((run) => run.steps)), two = runs.length > 1;
     const range = h("input", { type: "range", min: 0, max: steps - 1, step: 1, "aria-label": "Step" });
-    const most = Math.max(1, ...runs.flatMap((run) => run.use.map((u) => Math.max(u[3] ?? 0, u[0] + u[1] + u[2]))));
-    app = { styles: data.styles, most, steps, two, range, t: 0, follow: "", future: !!model.get("future") };
+    const uses = runs.flatMap((run) => run.use), limited = uses.every((u) => u[3] !== null);
+    app = { styles: data.styles, uses, limited, steps, two, range, t: 0, follow: "", future: !!model.get("future") };
     const now = h("span", { className: "cb-now" });
     const button = (text, label, act, cls = "") => h("button", { type: "button", textContent: text, title: label, "aria-label": label, className: cls, onclick: act });
     const [first, back, play, next, last] = [button("|◀\uFE0E", "First step", () => jump(0)), button("◀\uFE0E Back", "Back", () => jump(app.t - 1)),
