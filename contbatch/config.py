@@ -48,6 +48,9 @@ class SchedulerConfig:
             "num_blocks",
         ):
             at_least_one(name, getattr(self, name))
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "scheduler_reserve_full_isl"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidConfig(f"{name} is {getattr(self, name)!r}; use True or False")
         threshold = self.long_prefill_token_threshold
         if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
             raise InvalidConfig(

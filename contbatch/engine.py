@@ -203,6 +203,7 @@ class Engine:
         priority: int = Priority.NORMAL,
         on_event: Callable[[TokenEvent], None] | None = None,
         client: str = "",
+        arrival_time: float | None = None,
     ) -> str:
         """Queue a request; returns its id.
 
@@ -213,6 +214,7 @@ class Engine:
             priority: lower is more urgent (priority policies only).
             on_event: called with each event of this request. If it raises, this request alone ends with ERROR.
             client: who asks (fair-share policies only).
+            arrival_time: seconds since the engine was made, for traffic that came before this call; None is now.
 
         Raises:
             InvalidRequest: and its kinds; nothing else is affected.
@@ -223,7 +225,7 @@ class Engine:
             self._encode(prompt),
             sampling,
             priority,
-            self.now(),
+            self.now() if arrival_time is None else arrival_time,
             prompt if isinstance(prompt, str) else None,
             client,
         )

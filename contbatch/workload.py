@@ -219,17 +219,15 @@ def _wait_until(engine: Engine, moment: float, wait: Callable[[float], None]) ->
 
 
 def _add(engine: Engine, request: WorkloadRequest, sampling: SamplingParams, origin: float) -> None:
-    sampling = replace(sampling, max_tokens=request.max_tokens)
-    name = engine.add_request(
+    came = None if request.arrival_time is None else min(engine.now(), origin + request.arrival_time)
+    engine.add_request(
         request.prompt,
-        sampling,
+        replace(sampling, max_tokens=request.max_tokens),
         request_id=request.request_id,
         priority=request.priority,
         client=request.client,
+        arrival_time=came,
     )
-    if request.arrival_time is not None:
-        record = engine.trace.requests[name]
-        record.arrival_time = min(record.arrival_time, origin + request.arrival_time)
 
 
 # Drawing workloads from a seed

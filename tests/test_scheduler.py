@@ -1171,6 +1171,9 @@ def test_b095_check_notices_damage(damage: Callable[[Bench], None]) -> None:
         ("num_blocks", [0, -1]),
         ("long_prefill_token_threshold", [-1, 1.5, True]),
         ("watermark", [-0.1, 1.0, float("nan"), "a"]),
+        ("enable_prefix_caching", ["yes", 1, None]),
+        ("enable_chunked_prefill", ["no"]),
+        ("scheduler_reserve_full_isl", [0]),
     ],
 )
 def test_b003_b080_a_configuration_out_of_range_is_named(field: str, values: list[Any]) -> None:
