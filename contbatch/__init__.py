@@ -14,7 +14,15 @@ from contbatch.errors import ContbatchError
 from contbatch.executor import Executor, ScriptedExecutor
 from contbatch.metrics import Metrics, RequestMetrics, Slo, goodput, summarise
 from contbatch.plan import BlockReason, DecodeTask, IterationPlan, PrefillTask
-from contbatch.policies import POLICIES, PrefillDecodeBudget, StaticBatching, VllmV1, policy_by_name
+from contbatch.policies import (
+    POLICIES,
+    NanoVllm,
+    PrefillDecodeBudget,
+    SarathiServe,
+    StaticBatching,
+    VllmV1,
+    policy_by_name,
+)
 from contbatch.request import FinishReason, Priority, Request, RequestStatus, SamplingParams
 from contbatch.scheduler import Scheduler
 from contbatch.step import Policy, Step
@@ -38,6 +46,7 @@ __all__ = [
     "FlatBatch",
     "IterationPlan",
     "Metrics",
+    "NanoVllm",
     "Policy",
     "PrefillDecodeBudget",
     "PrefillTask",
@@ -46,6 +55,7 @@ __all__ = [
     "RequestMetrics",
     "RequestStatus",
     "SamplingParams",
+    "SarathiServe",
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",

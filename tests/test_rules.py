@@ -70,7 +70,8 @@ def rule_2_blocks_add_up(engine: Engine) -> None:
     assert sorted([*pool.free_list, *held]) == list(range(1, pool.num_blocks + 1))
     for request in scheduler.running:
         tokens = request.num_computed_tokens + request.num_in_flight
-        assert len(request.block_table) == -(-tokens // pool.block_size), "nobody here reserves ahead"
+        tokens = max(tokens, request.num_reserved_tokens)
+        assert len(request.block_table) == -(-tokens // pool.block_size), "no more than needed or reserved"
         full = tokens // pool.block_size
         assert all(held[block] == 1 for block in request.block_table[full:])
     if not engine.config.enable_prefix_caching:
