@@ -131,6 +131,25 @@ def test_other_number_formats_are_near(dtype: torch.dtype, tolerance: float) -> 
         np.testing.assert_allclose(run.step({0: count})[0], dense[run.done[0] - 1], rtol=0.05, atol=tolerance)
 
 
+def test_sampled_tokens_are_the_same_alone_and_in_a_mixed_batch() -> None:
+    """The draw depends on the request's seed and its own position, not on the rows before it."""
+    texts = [tokens(9, 1), tokens(6, 2), tokens(7, 3)]
+    warm = SamplingParams(temperature=1.5, seed=11)
+    for kept in ([0, 1, 2], [2, 1, 0]):
+        for number in range(8):
+            executor = ModelExecutor(tiny_model(seed=number), 9, 4)
+            parts = [
+                BatchedRequest.prefill(str(i), texts[i], i, range(1 + 3 * i, 4 + 3 * i), is_last_chunk=i != 0)
+                for i in kept
+            ]
+            together = dict(executor.execute(ScheduledBatch(0, parts), dict.fromkeys("012", warm)))
+            assert set(together) == {"1", "2"}
+            for part in parts:
+                if part.sample:
+                    alone = executor.execute(ScheduledBatch(0, [part]), {part.request_id: warm})
+                    assert alone[part.request_id] == together[part.request_id]
+
+
 def test_a_damaged_row_fails_alone() -> None:
     """NaN in one request's cache ends that request; its neighbour gets the token it always gets."""
     texts = [tokens(6, 1), tokens(6, 2)]

@@ -32,13 +32,13 @@ NAMES = {
     "norm": "output_norm",
     "lm_head": "output",
 }
-WORDS = ["<end>", "<turn>", "a", "b", "c", "Ġ", "ab", "Ġa", "1", "2", *(f"x{n}" for n in range(51))]
+WORDS = ["<end>", "<turn>", "a", "b", "c", "Ġ", "ab", "Ġa", "1", "2", "12", *(f"x{n}" for n in range(50))]
 METADATA: dict[str, Any] = {
     "llama.rope.freq_base": 500.0,
     "llama.rope.dimension_count": 8,
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.merges": ["a b", "Ġ a"],
+    "tokenizer.ggml.merges": ["a b", "Ġ a", "1 2"],
     "tokenizer.ggml.eos_token_id": 0,
     "tokenizer.ggml.eot_token_id": 1,
 }
@@ -156,7 +156,7 @@ def test_head_size_may_be_given(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_rebuilt(tmp_path: Path) -> None:
-    """Merges, single digits, control tokens as one token each and left out of the text, both end tokens."""
+    """Merges; single digits although "12" is a word; control tokens are one token each and not shown; both end tokens."""
     _write(tmp_path / "m.gguf")
     tokenizer = read_gguf(tmp_path / "m.gguf").tokenizer
     ids = tokenizer.encode("abc a12<turn>")

@@ -108,6 +108,8 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
     assert first == again
     assert sum(a == b for a, b in zip(first, other, strict=True)) < 10
     assert len(set(first)) > 200
+    shifted = [draw(row, _warm(seed=4), p) for p in range(-1, 299)]
+    assert sum(a == b for a, b in zip(first, shifted, strict=True)) < 10, "seed and position are not told apart"
     numbers = np.array([uniform(7, position) for position in range(DRAWS)])
     assert numbers.min() >= 0 and numbers.max() < 1 and abs(numbers.mean() - 0.5) < 0.015
     assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.04
