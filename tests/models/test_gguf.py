@@ -156,7 +156,7 @@ def test_head_size_may_be_given(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_rebuilt(tmp_path: Path) -> None:
-    """Merges; single digits although "12" is a word; control tokens are one token each and not shown; both end tokens."""
+    """Merges; single digits although "12" is a word; control tokens are whole and not shown; both end tokens."""
     _write(tmp_path / "m.gguf")
     tokenizer = read_gguf(tmp_path / "m.gguf").tokenizer
     ids = tokenizer.encode("abc a12<turn>")
