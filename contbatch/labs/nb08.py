@@ -142,7 +142,7 @@ PICK = Exercise(
 
 
 def price(prompt: int, generated: int, block_size: int) -> tuple[int, int]:
-    """(blocks that a victim frees, tokens that it computes again before its next new token)."""
+    """(blocks that a victim frees, tokens to compute, the newest one included, before its next new token)."""
     known = prompt + generated
     return blocks_needed(known - 1, block_size), known
 
@@ -155,7 +155,7 @@ PRICE = function_exercise(
         "the blocks of the prompt are freed": [(9, 1, 4), (10, 1, 4)],
         "the blocks of the output are freed too": [(8, 5, 4), (8, 6, 4), (3, 30, 16)],
         "the newest token has no block yet: it was sampled, not computed": [(8, 1, 4), (7, 2, 4), (12, 5, 16)],
-        "prompt and output are computed again": [(1, 1, 1), (100, 50, 16)],
+        "prompt and output must be computed before the next token": [(1, 1, 1), (100, 50, 16)],
     },
     [
         Mistake(
@@ -174,7 +174,7 @@ PRICE = function_exercise(
         Mistake("only the output is counted; the prompt's blocks go too", lambda p, g, s: (-(-g // s), g)),
     ],
     (tuple, list),
-    "two numbers: blocks freed, tokens computed again",
+    "two numbers: blocks freed, tokens to compute",
 )
 
 # 08.3
