@@ -63,15 +63,15 @@ function at(flat, t) {
   return low ? flat[2 * low - 1] : undefined;
 }
 
-// Runs back to cells: letters, tokens and cached tokens per step.
-function unroll(lane, steps) {
+// Runs back to cells: letters, tokens and cached tokens per step; `last` is the step it ended in, -1 for never.
+function unroll(lane, steps, ended) {
   const out = { letters: "", tokens: new Uint32Array(steps), cached: new Uint32Array(steps) };
   for (let i = 0, t = 0; i < lane.length; i += 3) {
     const [tokens, cached] = [lane[i + 2], 0].flat();
     out.letters += lane[i].repeat(lane[i + 1]);
     for (let k = 0; k < lane[i + 1]; k++, t++) { out.tokens[t] = tokens; out.cached[t] = Array.isArray(lane[i + 2]) ? cached : 0; }
   }
-  out.last = out.letters.trimEnd().length - 1;
+  out.last = ended ? out.letters.trimEnd().length - 1 : -1;
   return out;
 }
 
@@ -138,7 +138,7 @@ function chip(styles, letter) {
 // One run: its lanes on the left, budget, blocks and queue on the right. `app` is shared by both runs of an A/B player.
 function makeRun(data, name, app, number) {
   const { styles } = app, N = data.requests.length, n = data.steps;
-  const lanes = data.lanes.map((lane) => unroll(lane, n));
+  const lanes = data.lanes.map((lane, r) => unroll(lane, n, data.requests[r].ended));
   const blocks = Object.entries(data.blocks.runs).map(([b, runs]) => [Number(b), runs]);
   const highest = (uses) => Math.max(1, ...uses.map((u) => Math.max(u[3] ?? 0, u[0] + u[1] + u[2])));
   const most = highest(app.limited ? app.uses : data.use);  // two runs with a budget each share one scale
@@ -238,7 +238,7 @@ function makeRun(data, name, app, number) {
         box(s, style, 82, y + 2, 58, LANE - 4);
         if (style.hatch) { g.fillStyle = style.colour; g.fillRect(86, y + 4, 50, LANE - 8); }
         word(s, tokens ? `${letter} ${tokens}` : letter, 111, y + LANE / 2, style.ink, "center", BOLD);
-      } else if (lane.last < t && lane.last >= 0) word(s, "done", 111, y + LANE / 2, s.ink);
+      } else if (lane.last >= 0 && (over || lane.last < t)) word(s, "done", 111, y + LANE / 2, s.ink);
       for (let step = first; step < Math.min(first + shown, n); step++) paintCell(s, lane, step, X(step), y, cell, other);
     }
     g.globalAlpha = 1;

@@ -384,7 +384,8 @@ class View:
         record, finish = self.trace.requests[request_id], self.trace.finished.get(request_id)
         text = (finish.text if finish else None) or ""
         texts = {"prompt": _cut(record.prompt or ""), "text": _cut(text)}
-        return {"id": request_id, "label": self.labels[request_id], "about": self.about(request_id), **texts}
+        names = {"id": request_id, "label": self.labels[request_id], "about": self.about(request_id)}
+        return {**names, "ended": finish is not None, **texts}
 
     def _block_runs(self, runs: Iterable[tuple[int, BlockState]], number: dict[str, int]) -> list[Any]:
         codes = {"free": -1, "cached": -2}

@@ -176,6 +176,40 @@ def test_two_runs_are_locked_to_one_slider(open_page: Open) -> None:
     assert "A: VllmV1: the run ended; its last step: Step 8: " in text and "B: VllmV1: Step " in text
 
 
+SPY = """() => {
+  const write = CanvasRenderingContext2D.prototype.fillText;
+  window.written = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+    window.written.push(text);
+    return write.call(this, text, ...rest);
+  };
+}"""
+
+
+def done_at_the_end(page: Any) -> int:
+    """How many requests the picture of the last step calls done."""
+    page.get_by_role("slider", name="Step").focus()
+    page.keyboard.press("Home")
+    page.wait_for_selector(".cb[data-frame='0']")
+    page.evaluate(SPY)
+    page.keyboard.press("End")
+    page.wait_for_selector(".cb:not([data-frame='0'])")
+    return int(page.evaluate("() => window.written.filter((text) => text === 'done').length"))
+
+
+def test_every_request_of_a_shorter_run_is_done_once_that_run_is_over(open_page: Open) -> None:
+    short, long = engine_run(), engine_run(num_blocks=12, max_num_seqs=2)
+    assert len(short.steps) < len(long.steps)
+    alone, both = done_at_the_end(open_page(long)), done_at_the_end(open_page(long, compare=short))
+    assert both - alone == len(short.finished)
+
+
+def test_a_request_that_never_ended_is_not_called_done(open_page: Open) -> None:
+    whole = engine_run(num_blocks=12, max_num_seqs=2)
+    cut = Trace(whole.policy, whole.model, whole.config, whole.requests, whole.steps[:3])
+    assert done_at_the_end(open_page(whole, compare=cut)) == done_at_the_end(open_page(whole))
+
+
 def test_a_click_follows_a_request(open_page: Open) -> None:
     page = open_page(hand_trace())
     lanes = page.locator(".cb-lanes canvas")
