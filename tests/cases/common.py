@@ -38,8 +38,8 @@ class Events:
 class Forced(VllmV1):
     """VllmV1, except that it first preempts whom a test names in `victims`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, order: str = "fcfs") -> None:
+        super().__init__(order)
         self.victims: set[str] = set()
 
     def schedule(self, step: Step) -> None:

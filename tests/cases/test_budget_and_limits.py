@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -38,7 +38,7 @@ def test_b001_without_chunks_a_prompt_fits_the_budget_or_is_refused(policy: str)
         assert_alone(toy, serve(engine, {f"r{length}": prompt(length)}, params(1)), params(1))
         assert len(engine.trace.steps) == count, "served in the next step, not waited for"
     for length in (17, 18, 33):
-        with pytest.raises(RequestTooLarge, match=f"prompt of {length} tokens exceeds the 16 "):
+        with pytest.raises(RequestTooLarge, match=rf"prompt of {length} tokens exceeds the 16 "):
             engine.add_request(prompt(length), params(1))
     assert not engine.has_unfinished
 
@@ -56,7 +56,8 @@ def test_b002_the_stream_of_a_prompt_over_the_budget_ends_with_an_error(policy: 
 @pytest.mark.parametrize("field", ["max_num_batched_tokens", "max_num_seqs", "block_size", "num_blocks"])
 @pytest.mark.parametrize("value", [-1, 0])
 def test_b003_a_limit_below_one_is_a_value_error_that_names_it(field: str, value: int) -> None:
-    for make in (SchedulerConfig, Engine.load):
+    makers: list[Callable[..., object]] = [SchedulerConfig, Engine.load]
+    for make in makers:
         with pytest.raises(ValueError, match=f"{field} is {value}") as caught:
             make(**{field: value})
         assert isinstance(caught.value, InvalidConfig) and not isinstance(caught.value, AssertionError)
@@ -177,7 +178,7 @@ def test_b011_nobody_waits_for_a_fuller_batch(policy: str) -> None:
 def test_b014_what_exceeds_the_pool_is_refused_with_both_numbers(policy: str) -> None:
     engine, toy = toy_engine(config(pool=6, bs=4, mml=64), policy)
     for length, max_tokens in ((25, 1), (24, 2), (1, 25), (40, 8)):
-        with pytest.raises(RequestTooLarge, match=f"{length} prompt tokens.*num_blocks=6"):
+        with pytest.raises(RequestTooLarge, match=rf"{length} prompt tokens.*num_blocks=6"):
             engine.add_request(prompt(length), params(max_tokens))
     sampling = {"whole": params(1), "filled": params(24), "queued": params(2)}
     done = serve(engine, {"whole": prompt(24), "filled": prompt(1, 1), "queued": prompt(8, 2)}, sampling)
@@ -205,7 +206,7 @@ def test_b023_a_prompt_must_leave_room_for_one_token(policy: str) -> None:
     engine, toy = toy_engine(config(mml=32), policy)
     done = serve(engine, {"a": prompt(31)}, params(5))["a"]
     assert len(done.token_ids) == 1 and done.finish_reason is FinishReason.LENGTH
-    with pytest.raises(RequestTooLarge, match="prompt of 32 tokens .*max_model_len=32"):
+    with pytest.raises(RequestTooLarge, match=r"prompt of 32 tokens .*max_model_len=32"):
         engine.add_request(prompt(32), params(5))
     assert_alone(toy, serve(engine, {"b": prompt(5)}, params(5)), params(5))
 
