@@ -9,7 +9,7 @@ from contbatch.policies import POLICIES, VllmV1
 from contbatch.request import FinishReason
 from contbatch.step import Step
 from contbatch.trace import StepRecord, Trace
-from tests.toy import config, terminal
+from tests.toy import config, params, prompt, terminal, toy_engine
 
 ALL = list(POLICIES)
 """Every named policy."""
@@ -87,3 +87,14 @@ def block_tables(trace: Trace) -> Iterator[tuple[StepRecord, Mapping[str, list[i
         for name, blocks in record.new_blocks.items():
             tables.setdefault(name, []).extend(blocks)
         yield record, {name: list(table) for name, table in tables.items()}
+
+
+def crowded(policy: str) -> Engine:
+    """A pool of 10 blocks in which R holds 5, the head of the queue needs 8 and the next one needs 2."""
+    engine, _ = toy_engine(config(pool=10, bs=4), policy)
+    engine.add_request(prompt(17), params(3), request_id="R")
+    engine.step()
+    assert engine.scheduler.pool.num_used == 5
+    engine.add_request(prompt(32, 1), params(3), request_id="head")
+    engine.add_request(prompt(8, 2), params(3), request_id="next")
+    return engine

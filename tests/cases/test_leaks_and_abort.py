@@ -383,17 +383,16 @@ def test_b102_an_abort_in_the_step_of_the_last_token_is_an_abort(hook: str) -> N
 def test_b103_an_abort_of_one_leaves_the_other_alone(place: str, order: str) -> None:
     toy = Hooks(64, 4)
     engine = Engine(toy, config(), clock=Ticks())
+
+    def callback(_: TokenEvent) -> None:
+        toy.hooks.get("callback", bool)()
+
     for name in order:
-        engine.add_request(
-            prompt(6, ord(name)), params(6), request_id=name, on_event=lambda event: callback and engine.abort("A")
-        )
-    callback = False
+        engine.add_request(prompt(6, ord(name)), params(6), request_id=name, on_event=callback)
     engine.run(max_steps=2)
-    callback = place == "callback"
     toy.hooks[place] = lambda: engine.abort("A")
     engine.step()
     toy.hooks.clear()
-    callback = False
     assert engine.trace.steps[-1].finished == {"A": "abort"}
     held = engine.scheduler.requests["B"].block_table
     assert engine.scheduler.pool.num_used == len(held), "A's blocks are free after the step"
@@ -413,7 +412,7 @@ def test_b105_an_abort_at_any_hook_is_one_event_within_a_step(hook: str, at: int
     engine = Engine(toy, config(pool=12, bs=4, budget=6), policy, clock=Ticks())
     other: list[TokenEvent] = []
 
-    def abort(_: object = None) -> None:
+    def abort() -> None:
         if len(engine.trace.steps) >= at:
             engine.abort("victim")
 
@@ -424,7 +423,8 @@ def test_b105_an_abort_at_any_hook_is_one_event_within_a_step(hook: str, at: int
 
     engine.add_request(prompt(3, 1), params(12), request_id="other", on_event=tell)
     engine.add_request(prompt(8), params(12), request_id="victim", on_event=events)
-    toy.hooks = {"after schedule": {"before": abort}, "after execute": {"behind": abort}}.get(hook, {})
+    if hook in ("after schedule", "after execute"):
+        toy.hooks["before" if hook == "after schedule" else "behind"] = abort
     while engine.has_unfinished:
         if hook == "after add" and at == len(engine.trace.steps):
             abort()

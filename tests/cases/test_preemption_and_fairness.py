@@ -8,28 +8,16 @@ from __future__ import annotations
 import pytest
 
 from contbatch.batch import ScheduledBatch
-from contbatch.engine import Engine
 from contbatch.errors import PolicyError
 from contbatch.metrics import summarise
 from contbatch.policies import VllmV1
 from contbatch.request import RequestStatus
 from contbatch.step import Step
-from tests.cases.common import ALL, Events, Forced, drive, first_step, grants, preemptions
+from tests.cases.common import ALL, Events, Forced, crowded, drive, first_step, grants, preemptions
 from tests.toy import Scripted, assert_alone, assert_empty, config, params, prompt, serve, toy_engine
 
 IN_ORDER = ["VllmV1", "PrefillDecodeBudget", "SarathiServe", "NanoVllm"]
 """Policies under which nobody overtakes the head of the queue, and new requests join those that run."""
-
-
-def crowded(policy: str) -> Engine:
-    """A pool of 10 blocks in which R holds 5, the head of the queue needs 8 and the next one needs 2."""
-    engine, _ = toy_engine(config(pool=10, bs=4), policy)
-    engine.add_request(prompt(17), params(3), request_id="R")
-    engine.step()
-    assert engine.scheduler.pool.num_used == 5
-    engine.add_request(prompt(32, 1), params(3), request_id="head")
-    engine.add_request(prompt(8, 2), params(3), request_id="next")
-    return engine
 
 
 # Starvation, head-of-line blocking, limits on running requests
