@@ -7,23 +7,24 @@ iterates a stream drives it. Nothing here knows how a token is computed, and no 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from contbatch.config import SchedulerConfig
 from contbatch.detokenize import Decoder, IncrementalDetokenizer
-from contbatch.errors import DuplicateRequest, InvalidConfig, InvalidRequest, StepFailed
+from contbatch.errors import DeadlineExceeded, DuplicateRequest, InvalidConfig, InvalidRequest, StepFailed
 from contbatch.executor import Executor
 from contbatch.plan import Grants, IterationPlan
 from contbatch.policies import policy_by_name
 from contbatch.request import FinishReason, Priority, Request, RunningRequest, SamplingParams
 from contbatch.scheduler import Output, Scheduler
-from contbatch.step import Policy
+from contbatch.policy import Policy
 from contbatch.trace import FinishRecord, RequestRecord, StepRecord, Trace
 
 
@@ -35,8 +36,7 @@ class Tokenizer(Decoder, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One thing that happened to a request in a step.
 
     Args:
@@ -143,6 +143,9 @@ class Engine:
         self._sampling: dict[str, SamplingParams] = {}
         self._pending: IterationPlan | None = None
         """A plan whose forward pass has not succeeded yet."""
+        self._moves_done = 0
+        """How many kinds of copies (out, in) of that plan were made."""
+        self._deadlines: list[tuple[float, int, RunningRequest]] = []
         self._in_step = False
         self._deferred_aborts: list[RunningRequest] = []
         """Requests to abort at the end of the running step."""
@@ -180,7 +183,7 @@ class Engine:
         from contbatch.models import ModelExecutor, load_model
 
         loaded = load_model(model, device=device, dtype=dtype)
-        executor = ModelExecutor(loaded, config.num_blocks, config.block_size)
+        executor = ModelExecutor(loaded, config.num_blocks, config.block_size, config.num_host_blocks)
         return cls(executor, config, policy, loaded.tokenizer, model_name=loaded.name, seed=seed)
 
     @property
@@ -204,6 +207,7 @@ class Engine:
         on_event: Callable[[TokenEvent], None] | None = None,
         client: str = "",
         arrival_time: float | None = None,
+        timeout: float | None = None,
     ) -> str:
         """Queue a request; returns its id.
 
@@ -215,19 +219,22 @@ class Engine:
             on_event: called with each event of this request. If it raises, this request alone ends with ERROR.
             client: who asks (fair-share policies only).
             arrival_time: seconds since the engine was made, for traffic that came before this call; None is now.
+            timeout: seconds after its arrival at which it is aborted if it has not finished; None for no limit.
 
         Raises:
             InvalidRequest: and its kinds; nothing else is affected.
         """
         sampling = self._seeded(sampling or SamplingParams())
+        arrived = self.now() if arrival_time is None else arrival_time
         request = Request(
             self._new_id() if request_id is None else request_id,
             self._encode(prompt),
             sampling,
             priority,
-            self.now() if arrival_time is None else arrival_time,
+            arrived,
             prompt if isinstance(prompt, str) else None,
             client,
+            _deadline(arrived, timeout),
         )
         name = request.request_id
         if name in self._clients:
@@ -235,6 +242,8 @@ class Engine:
         record = self.scheduler.add(request)
         self._clients[name] = _Client(IncrementalDetokenizer(self.tokenizer, sampling.stop_strings), on_event)
         self._sampling[name] = sampling
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, record.index, record))
         if name in self.trace.requests:
             self._free_name(name)
         self.trace.requests[name] = self._request_record(record)
@@ -318,20 +327,42 @@ class Engine:
         """
         if self._in_step:
             raise StepFailed("step was called from inside a step; let the running step return first")
+        events = self._end_expired()
         if not self.has_unfinished:
-            return []
+            self.scheduler.report_policy_fault()
+            return events
         self._in_step = True
         try:
-            events = self._step()
+            events += self._step()
         finally:
             self._end_deferred()
             self._in_step = False
         self._raise_interrupt()
         return events
 
+    def _end_expired(self) -> list[TokenEvent]:
+        """Abort the requests whose deadline has passed."""
+        events = []
+        while self._deadlines and (self._deadlines[0][0] <= self.now() or self._has_ended(self._deadlines[0][2])):
+            deadline, _, request = heapq.heappop(self._deadlines)
+            if not self._has_ended(request):
+                self._drop_pending()
+                waited = deadline - request.request.arrival_time
+                self._clients[request.request_id].error = DeadlineExceeded(
+                    f"request {request.request_id!r} had {request.num_output_tokens} of {request.max_tokens} tokens "
+                    f"after {waited:g} s, its timeout; allow more time or ask for less"
+                )
+                events.append(self._end(request, FinishReason.ABORT))
+        return events
+
+    def _has_ended(self, request: RunningRequest) -> bool:
+        return self.scheduler.requests.get(request.request_id) is not request
+
     def _step(self) -> list[TokenEvent]:
         start = self.now()
-        plan = self._pending = self._pending or self.scheduler.plan()
+        if self._pending is None:
+            self._pending, self._moves_done = self.scheduler.plan(), 0
+        plan = self._pending
         self._next_step = len(self.trace.steps) + 1
         sampled = self._execute(plan)
         record = self._record(plan, start)
@@ -350,6 +381,7 @@ class Engine:
             return {}
         number = len(self.trace.steps)
         try:
+            self._move_blocks(plan)
             sampled = self.executor.execute(plan.to_scheduled_batch(number), self._sampling)
             if not isinstance(sampled, Mapping):
                 raise TypeError(f"execute returned {type(sampled).__name__}, not a mapping of tokens")
@@ -358,6 +390,15 @@ class Engine:
                 f"the forward pass of step {number} raised {error!r}; call step() to run it again, or abort requests"
             ) from error
         return sampled
+
+    def _move_blocks(self, plan: IterationPlan) -> None:
+        """Copy what is swapped out, then what is swapped in; what was copied is not copied again after a failure."""
+        if self._moves_done < 1 and plan.swap_out_blocks:
+            self.executor.swap_out(plan.swap_out_blocks)
+        self._moves_done = max(self._moves_done, 1)
+        if self._moves_done < 2 and plan.swap_in_blocks:
+            self.executor.swap_in(plan.swap_in_blocks)
+        self._moves_done = 2
 
     def _drop_pending(self) -> None:
         """Give up a plan whose forward pass failed; the next step is planned anew."""
@@ -391,14 +432,16 @@ class Engine:
             step=len(self.trace.steps),
             start=start,
             request_ids=[request.request_id for request in grants.requests],
-            starts=list(grants.starts),
-            counts=list(grants.counts),
+            starts=grants.starts,
+            counts=grants.counts,
             kinds="".join(grants.kinds),
             admitted=list(plan.admitted),
             resumed=list(plan.resumed),
             preempted=list(plan.evicted_requests),
+            swapped_out=list(plan.swap_out_requests),
+            swapped_in=list(plan.swap_in_requests),
             cached=dict(plan.cached),
-            new_blocks={request_id: list(blocks) for request_id, blocks in plan.new_blocks.items()},
+            new_blocks={name: list(blocks) for name, blocks in plan.new_blocks.items()},
             reasons=dict(plan.blocked),
             num_waiting=plan.num_waiting,
             num_running=len(scheduler.running),
@@ -544,6 +587,14 @@ class Engine:
         events: deque[TokenEvent] = deque()
         self._clients[request_id].events = events
         return TokenStream(self, request_id, events)
+
+
+def _deadline(arrived: float, timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise InvalidRequest(f"timeout is {timeout!r}; use a number of seconds above 0, or None")
+    return arrived + timeout
 
 
 class TokenStream(Iterator[TokenEvent]):

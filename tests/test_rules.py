@@ -24,7 +24,7 @@ from contbatch.engine import Engine, TokenEvent
 from contbatch.errors import RequestTooLarge, StepFailed
 from contbatch.policies import POLICIES, PrefillDecodeBudget, StaticBatching, VllmV1
 from contbatch.request import FinishReason, RequestStatus, SamplingParams
-from contbatch.step import Policy
+from contbatch.policy import Policy
 from contbatch.trace import StepRecord
 from tests.toy import Bytes, Ticks, Toy, assert_empty, config, params, prompt, toy_engine
 
@@ -344,4 +344,4 @@ def test_rule_6_a_victim_waits_until_those_it_made_room_for_have_their_tokens(po
             served = set(before.request_ids)
             back = set(before.preempted) & set(after.resumed)
             assert not back or served <= {*after.request_ids, *before.finished, *after.preempted}
-    assert preempted or policy == "PrefillDecodeBudget with tight limits"
+    assert preempted or policy in ("PrefillDecodeBudget with tight limits", "Orca", "PeakMemory")
