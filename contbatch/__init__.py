@@ -30,9 +30,9 @@ from contbatch.policies import (
     VllmV1,
     policy_by_name,
 )
+from contbatch.policy import Policy
 from contbatch.request import FinishReason, PreemptionMode, Priority, Request, RequestStatus, SamplingParams
 from contbatch.scheduler import Scheduler
-from contbatch.policy import Policy
 from contbatch.step import Step
 from contbatch.trace import StepRecord, Trace
 from contbatch.workload import Workload, WorkloadRequest, drive

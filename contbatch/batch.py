@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from contbatch.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from contbatch.plan import Grants
     import numpy as np
     from numpy.typing import NDArray
+
+    from contbatch.plan import Grants
 
     IntArray = NDArray[np.int64]
 

@@ -14,6 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from contbatch.config import SchedulerConfig
@@ -22,10 +24,10 @@ from contbatch.errors import DeadlineExceeded, DuplicateRequest, InvalidConfig, 
 from contbatch.executor import Executor
 from contbatch.plan import Grants, IterationPlan
 from contbatch.policies import policy_by_name
+from contbatch.policy import Policy
 from contbatch.request import FinishReason, Priority, Request, RunningRequest, SamplingParams
 from contbatch.scheduler import Output, Scheduler
-from contbatch.policy import Policy
-from contbatch.trace import FinishRecord, RequestRecord, StepRecord, Trace
+from contbatch.trace import FinishRecord, RequestRecord, StepRecord, Trace, TraceFile
 
 
 class Tokenizer(Decoder, Protocol):
@@ -85,6 +87,10 @@ class _Client:
     events: deque[TokenEvent] | None = None
     """Events that a stream has not given out yet; None where nobody streams."""
     error: Exception | None = None
+    keeps: bool = True
+    """Whether somebody will ask for its completion."""
+    is_silent: bool = False
+    """True if its tokens give no text and nobody listens."""
 
     def decode(self, take: Callable[[], str]) -> str:
         """Text from the detokenizer; if the tokenizer raises, this request alone fails."""
@@ -106,6 +112,8 @@ class Engine:
         clock: seconds; a virtual clock makes runs repeatable.
         model_name: written into the trace.
         seed: where a sampled request brings no seed, its seed comes from here.
+        record_to: write the trace to this file as the run goes on, and keep neither it nor completions in memory.
+            Close the engine at the end.
 
     Raises:
         InvalidConfig, UnknownName: for limits or a policy that do not exist.
@@ -120,6 +128,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         model_name: str = "",
         seed: int = 0,
+        record_to: str | Path | None = None,
     ) -> None:
         config = config or SchedulerConfig()
         if executor.max_model_len is not None and executor.max_model_len < config.max_model_len:
@@ -136,7 +145,9 @@ class Engine:
             executor.eos_token_ids,
             executor.vocab_size,
         )
-        self.trace = Trace(self.scheduler.policy.name, model_name, asdict(config))
+        about = (self.scheduler.policy.name, model_name, asdict(config))
+        self.trace = Trace(*about) if record_to is None else TraceFile(record_to, *about)
+        self._keeps = record_to is None
         self.completions: dict[str, Completion] = {}
         """The last completion of each request id that was not collected by `generate` or `stream`."""
         self._clients: dict[str, _Client] = {}
@@ -240,7 +251,9 @@ class Engine:
         if name in self._clients:
             raise DuplicateRequest(f"request id {name!r} is in use by an unfinished request; use another id")
         record = self.scheduler.add(request)
-        self._clients[name] = _Client(IncrementalDetokenizer(self.tokenizer, sampling.stop_strings), on_event)
+        detokenizer = IncrementalDetokenizer(self.tokenizer, sampling.stop_strings)
+        is_silent = on_event is None and self.tokenizer is None
+        self._clients[name] = _Client(detokenizer, on_event, keeps=self._keeps, is_silent=is_silent)
         self._sampling[name] = sampling
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, record.index, record))
@@ -363,23 +376,32 @@ class Engine:
         if self._pending is None:
             self._pending, self._moves_done = self.scheduler.plan(), 0
         plan = self._pending
-        self._next_step = len(self.trace.steps) + 1
+        self._next_step = self.trace.num_steps + 1
         sampled = self._execute(plan)
         record = self._record(plan, start)
         outputs = self.scheduler.commit(plan, sampled)
         self._pending = None
-        self.trace.steps.append(record)
-        events = [event for output in outputs for event in self._deliver(output, record)]
+        self.trace.add_step(record)
+        record.sampled = {o.request.request_id: o.token_id for o in outputs if o.token_id is not None}
+        events: list[TokenEvent] = []
+        plain, step = partial(tuple.__new__, TokenEvent), record.step  # half the cost of calling TokenEvent
+        for output in outputs:
+            name = output.request.request_id
+            if output.finish_reason is None and self._clients[name].is_silent:
+                events.append(plain((name, output.token_id, "", None, step)))
+            else:
+                events += self._deliver(output, record)
         events += self._end_deferred(record)
         record.end = self.now()
         for request_id in record.finished:
             self.trace.finished[request_id].time = record.end
+        self.trace.settle()
         return events
 
     def _execute(self, plan: IterationPlan) -> Mapping[str, int | Exception]:
         if not plan.has_work:
             return {}
-        number = len(self.trace.steps)
+        number = self.trace.num_steps
         try:
             self._move_blocks(plan)
             sampled = self.executor.execute(plan.to_scheduled_batch(number), self._sampling)
@@ -406,7 +428,7 @@ class Engine:
         if plan is None:
             return
         outputs = self.scheduler.rollback(plan)
-        self._next_step = len(self.trace.steps)
+        self._next_step = self.trace.num_steps
         for request in self.trace.requests.values():
             request.arrival_step = min(request.arrival_step, self._next_step)
         for output in outputs:
@@ -429,7 +451,7 @@ class Engine:
     def _record(self, plan: IterationPlan, start: float) -> StepRecord:
         scheduler, grants = self.scheduler, plan.grants or Grants()
         return StepRecord(
-            step=len(self.trace.steps),
+            step=self.trace.num_steps,
             start=start,
             request_ids=[request.request_id for request in grants.requests],
             starts=grants.starts,
@@ -457,7 +479,6 @@ class Engine:
         client.error = output.error
         if token is None:
             return [self._end(request, reason or FinishReason.ERROR, record)]
-        record.sampled[request.request_id] = token
         text = ""
         if reason not in (FinishReason.EOS, FinishReason.STOP):
             text = client.decode(lambda: client.detokenizer.feed(token))
@@ -504,9 +525,9 @@ class Engine:
         if record is not None:
             record.finished[name] = reason.value
         self.trace.finished[name] = FinishRecord(
-            reason.value, len(self.trace.steps), self.now(), request.num_output_tokens, client.detokenizer.text
+            reason.value, self.trace.num_steps, self.now(), request.num_output_tokens, client.detokenizer.text
         )
-        completion = self.completions[name] = Completion(
+        completion = Completion(
             name,
             request.request.prompt,
             tuple(request.request.prompt_token_ids),
@@ -515,11 +536,18 @@ class Engine:
             reason,
             client.error,
         )
-        event = TokenEvent(name, token, text, reason, len(self.trace.steps) - (record is not None))
+        if client.keeps:
+            self.completions[name] = completion
+        event = TokenEvent(name, token, text, reason, self.trace.num_steps - (record is not None))
         self._notify(client, event)
         if client.error is not completion.error and self.completions.get(name) is completion:
             self.completions[name] = replace(completion, error=client.error)
         return event
+
+    def close(self) -> None:
+        """End the run: abort what is unfinished and complete the trace file, if there is one."""
+        self.abort_all()
+        self.trace.close()
 
     # Ways to drive the loop
 
@@ -550,6 +578,7 @@ class Engine:
         try:
             for prompt, params in zip(prompts, self._each(prompts, sampling), strict=True):
                 ids.append(self.add_request(prompt, params))
+                self._clients[ids[-1]].keeps = True
             while any(request_id in self._clients for request_id in ids):
                 self.step()
         finally:
@@ -585,7 +614,8 @@ class Engine:
         """
         request_id = self.add_request(prompt, sampling, **request)
         events: deque[TokenEvent] = deque()
-        self._clients[request_id].events = events
+        client = self._clients[request_id]
+        client.events, client.keeps, client.is_silent = events, True, False
         return TokenStream(self, request_id, events)
 
 

@@ -215,10 +215,13 @@ class IterationPlan:
         return cls()
 
     @classmethod
-    def of(cls, grants: Grants, **decisions: object) -> IterationPlan:
-        """A scheduler's plan: tasks are views on `grants`."""
+    def of(cls, grants: Grants, decisions: Mapping[str, object]) -> IterationPlan:
+        """A scheduler's plan: tasks are views on `grants`. Its fields are set without `__init__`, which costs a third
+        of a small step."""
+        plan = object.__new__(cls)
         tasks = {"prefill_tasks": _PrefillTasks(grants), "decode_tasks": _DecodeTasks(grants)}
-        return cls(**tasks, grants=grants, **decisions)  # type: ignore[arg-type]  # named above
+        plan.__dict__.update(decisions, grants=grants, **tasks)
+        return plan
 
     def _tasks(self) -> Iterator[PrefillTask | DecodeTask]:
         yield from self.prefill_tasks

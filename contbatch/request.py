@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, StrEnum
 from typing import Any
 
 from contbatch.errors import InvalidRequest
@@ -29,7 +29,7 @@ class Priority(IntEnum):
     LOW = 3
 
 
-class PreemptionMode(str, Enum):
+class PreemptionMode(StrEnum):
     """What becomes of the cache of a preempted request."""
 
     RECOMPUTE = "recompute"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from contbatch.blocks import NO_PARENT, BlockKey, BlockPool, block_hash, blocks_needed
@@ -288,7 +289,8 @@ class Scheduler:
         for request in step.swapped_in:
             self.leave_host(request)
         outputs: list[Output] = []
-        num_ids, to_abort = self._num_token_ids, self._to_abort
+        plain = partial(tuple.__new__, Output)  # half the cost of calling Output
+        num_ids, to_abort, get = self._num_token_ids, self._to_abort, sampled.get
         for request, count in zip(step.grants.requests, step.grants.counts, strict=True):
             request.num_in_flight = 0
             computed = request.num_computed_tokens = request.num_computed_tokens + count
@@ -302,7 +304,7 @@ class Scheduler:
                 self.finish(request, FinishReason.ABORT)
                 outputs.append(Output(request, None, FinishReason.ABORT))
             elif computed == len(tokens):
-                token = sampled.get(name)
+                token = get(name)
                 if type(token) is not int or not 0 <= token < num_ids:
                     outputs.append(self._fail(request, token))
                     continue
@@ -310,7 +312,7 @@ class Scheduler:
                 if token in request.end_token_ids or computed + 1 >= request.max_total_tokens:
                     outputs.append(self._end(request, token))
                 else:
-                    outputs.append(Output(request, token))
+                    outputs.append(plain((request, token, None, None)))
         return outputs
 
     def rollback(self, plan: IterationPlan) -> list[Output]:

@@ -5,8 +5,8 @@ verbs enforce the rules: a grant never exceeds the budget or what a request owes
 nothing, a victim is not admitted again in the same step. A wrong policy raises `PolicyError`; it cannot lose a
 block or a request. This is the whole interface for built-in and for your own policies.
 
-Most grants of most steps are decodes that neither take nor fill a block. `grant_running` gives them their token in
-one short loop; only the others go the long way.
+Most grants of most steps are decodes. `grant_running` gives them their token in one short loop, without a call for
+each; only prompts go the long way.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ class Step:
             the first request whose blocks are not there, for which nothing changes; None when all were looked at.
         """
         self._check_open()
-        size, grants, fast = self.config.block_size, self.grants, 0
+        config, grants, fast = self.config, self.grants, 0
+        size, caches = config.block_size, config.enable_prefix_caching
         left = self.budget.decodes_left
         for request in self.running:
             if request.num_in_flight:
@@ -185,13 +186,19 @@ class Step:
             is_decode = start >= request.prefill_end
             if decodes is not None and is_decode is not decodes:
                 continue
-            if is_decode and fast < left and 0 < start % size < size - 1:  # within a block, which stays open
+            if is_decode and fast < left:  # it owes one token, its newest
+                offset = start % size
+                if not offset and not self._take_block(request, start):
+                    self.budget.count_decodes(fast)
+                    return request
                 request.num_in_flight = 1
                 grants.requests.append(request)
                 grants.starts.append(start)
                 grants.counts.append(1)
                 grants.kinds.append("D")
                 fast += 1
+                if caches and offset == size - 1:
+                    self._scheduler.remember_blocks(request, start + 1)
                 continue
             self.budget.count_decodes(fast)
             num_tokens = min(request.owed, at_most, self.tokens_left(request))
@@ -202,6 +209,18 @@ class Step:
             fast, left = 0, self.budget.decodes_left
         self.budget.count_decodes(fast)
         return None
+
+    def _take_block(self, request: RunningRequest, start: int) -> bool:
+        """Have a block for the token at `start`, the first of its block; False if there is none left."""
+        if len(request.block_table) * self.config.block_size > start:
+            return True
+        blocks = self._pool.take(1)
+        if blocks is None:
+            return False
+        request.block_table += blocks
+        self._new_blocks[request.request_id] = blocks
+        self._undo[request.request_id] = _Undo(1, request.num_hashed_blocks, request.num_reserved_tokens)
+        return True
 
     def admit(
         self,
@@ -295,9 +314,7 @@ class Step:
     def _take_back(self, request: RunningRequest) -> None:
         if not request.num_in_flight:
             raise PolicyError(f"nothing to take back from {request!r}; it was not granted tokens in this step")
-        undo = self._undo.pop(request.request_id, None) or _Undo(
-            0, request.num_hashed_blocks, request.num_reserved_tokens
-        )
+        undo = self._undo.pop(request.request_id, None) or self._plain_undo(request)
         planned = request.block_table[undo.num_hashed_blocks : request.num_hashed_blocks]
         if any(self._pool.ref_count[block] > 1 for block in planned):
             self._undo[request.request_id] = undo
@@ -313,6 +330,11 @@ class Step:
         if undo.num_new_blocks:
             self._pool.release(request.block_table[-undo.num_new_blocks :])
             del request.block_table[-undo.num_new_blocks :]
+
+    def _plain_undo(self, request: RunningRequest) -> _Undo:
+        """Of a decode that took no block: it may have filled one."""
+        known = min(request.num_hashed_blocks, request.num_computed_tokens // self.config.block_size)
+        return _Undo(0, known, request.num_reserved_tokens)
 
     def _back_to_queue(self, request: RunningRequest, undo: _Undo) -> None:
         """An admission of this step is undone."""
@@ -456,24 +478,27 @@ class Step:
         self._is_over = True
         if self.waiting:
             self._explain_head()
-        joined = {name: undo.admitted_from for name, undo in self._undo.items() if undo.admitted_from is not None}
-        swapped = [request.request_id for request in self.victims if request.status is RequestStatus.SWAPPED]
         limit = self.budget.max_total_tokens
-        return IterationPlan.of(
-            self.grants,
-            evicted_requests=tuple(r.request_id for r in self.victims if r.status is not RequestStatus.SWAPPED),
-            swap_out_requests=tuple(swapped),
-            swap_in_requests=tuple(request.request_id for request in self.swapped_in),
-            swap_out_blocks=tuple(self.swap_outs),
-            swap_in_blocks=tuple(pair for pairs in self.swap_ins.values() for pair in pairs),
-            admitted=tuple(name for name, was in joined.items() if was is RequestStatus.WAITING),
-            resumed=tuple(name for name, was in joined.items() if was is RequestStatus.PREEMPTED),
-            cached=dict(self._cached),
-            new_blocks=dict(self._new_blocks),
-            blocked=self._blocked,
-            num_waiting=len(self.waiting),
-            token_budget=limit if limit < UNLIMITED else None,
-        )
+        decisions: dict[str, object] = {
+            "new_blocks": dict(self._new_blocks),
+            "cached": dict(self._cached),
+            "blocked": self._blocked,
+            "num_waiting": len(self.waiting),
+            "token_budget": limit if limit < UNLIMITED else None,
+        }
+        if self._undo:
+            joined = {name: undo.admitted_from for name, undo in self._undo.items()}
+            decisions["admitted"] = tuple(name for name, was in joined.items() if was is RequestStatus.WAITING)
+            decisions["resumed"] = tuple(name for name, was in joined.items() if was is RequestStatus.PREEMPTED)
+        if self.victims:
+            is_swapped = {request.request_id: request.status is RequestStatus.SWAPPED for request in self.victims}
+            decisions["evicted_requests"] = tuple(name for name, swapped in is_swapped.items() if not swapped)
+            decisions["swap_out_requests"] = tuple(name for name, swapped in is_swapped.items() if swapped)
+            decisions["swap_out_blocks"] = tuple(self.swap_outs)
+        if self.swapped_in:
+            decisions["swap_in_requests"] = tuple(request.request_id for request in self.swapped_in)
+            decisions["swap_in_blocks"] = tuple(pair for pairs in self.swap_ins.values() for pair in pairs)
+        return IterationPlan.of(self.grants, decisions)
 
     def _explain_head(self) -> None:
         """Give the head of the queue a reason if the policy gave none."""

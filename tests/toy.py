@@ -19,9 +19,9 @@ from contbatch.batch import ScheduledBatch
 from contbatch.config import SchedulerConfig
 from contbatch.engine import Completion, Engine, TokenEvent
 from contbatch.plan import IterationPlan
+from contbatch.policy import Policy
 from contbatch.request import FinishReason, Request, RunningRequest, SamplingParams
 from contbatch.scheduler import Output, Scheduler
-from contbatch.policy import Policy
 from contbatch.step import Step
 from contbatch.waiting import QueueKey
 

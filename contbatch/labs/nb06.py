@@ -13,8 +13,8 @@ from contbatch.labs.guard import NotYet, is_stub
 from contbatch.labs.result import Fault
 from contbatch.plan import BlockReason
 from contbatch.policies import StaticBatching, VllmV1
-from contbatch.request import SamplingParams
 from contbatch.policy import Policy
+from contbatch.request import SamplingParams
 from contbatch.step import Step
 from contbatch.trace import Trace
 from contbatch.viz.view import View

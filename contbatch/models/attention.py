@@ -56,7 +56,6 @@ class PagedCache:
                 "which is not free; lower num_blocks"
             ) from error
 
-
     def copy_blocks(self, target: PagedCache, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of all layers to another cache: (block here, block there) each."""
         source, place = torch.tensor(blocks).T
