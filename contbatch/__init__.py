@@ -16,16 +16,24 @@ from contbatch.metrics import Metrics, RequestMetrics, Slo, goodput, summarise
 from contbatch.plan import BlockReason, DecodeTask, IterationPlan, PrefillTask
 from contbatch.policies import (
     POLICIES,
+    AgedPriority,
+    FairShare,
+    HfFifo,
+    HfPrefillFirst,
     NanoVllm,
+    Orca,
+    PeakMemory,
     PrefillDecodeBudget,
     SarathiServe,
+    ShortestJobFirst,
     StaticBatching,
     VllmV1,
     policy_by_name,
 )
-from contbatch.request import FinishReason, Priority, Request, RequestStatus, SamplingParams
+from contbatch.policy import Policy
+from contbatch.request import FinishReason, PreemptionMode, Priority, Request, RequestStatus, SamplingParams
 from contbatch.scheduler import Scheduler
-from contbatch.step import Policy, Step
+from contbatch.step import Step
 from contbatch.trace import StepRecord, Trace
 from contbatch.workload import Workload, WorkloadRequest, drive
 
@@ -33,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "POLICIES",
+    "AgedPriority",
     "BatchStats",
     "BatchedRequest",
     "BlockPool",
@@ -42,12 +51,18 @@ __all__ = [
     "DecodeTask",
     "Engine",
     "Executor",
+    "FairShare",
     "FinishReason",
     "FlatBatch",
+    "HfFifo",
+    "HfPrefillFirst",
     "IterationPlan",
     "Metrics",
     "NanoVllm",
+    "Orca",
+    "PeakMemory",
     "Policy",
+    "PreemptionMode",
     "PrefillDecodeBudget",
     "PrefillTask",
     "Priority",
@@ -60,6 +75,7 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "ScriptedExecutor",
+    "ShortestJobFirst",
     "Slo",
     "StaticBatching",
     "Step",

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from contbatch.plan import Grants
+
     IntArray = NDArray[np.int64]
 
 
@@ -131,6 +133,8 @@ class ScheduledBatch:
     evicted_requests: tuple[str, ...] = ()
     swap_out_requests: tuple[str, ...] = ()
     swap_in_requests: tuple[str, ...] = ()
+    grants: Grants | None = field(default=None, init=False, repr=False, compare=False)
+    """What a plan granted, in columns and in the order of granting, where a plan made this batch."""
 
     def __post_init__(self) -> None:
         parts, self.requests = self.requests, []

@@ -10,7 +10,7 @@ to the executor. Three ideas live here:
   can find again are reused first, the others least recently used first (the order of vLLM v1).
 
 Ids run from 1 to `num_blocks`. Block 0 is the null block: no request owns it, and padded rows may point to it.
-Moving blocks to host memory is not here.
+A pool of blocks in host memory works alike; see `contbatch.swap`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        at_least_one("num_blocks", num_blocks)
+        self._check_num_blocks(num_blocks)
         at_least_one("block_size", block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -63,6 +63,9 @@ class BlockPool:
         self._index: dict[bytes, dict[int, None]] = {}
         self._keys: dict[int, BlockKey] = {}
         self._num_cached = 0
+
+    def _check_num_blocks(self, num_blocks: int) -> None:
+        at_least_one("num_blocks", num_blocks)
 
     @property
     def num_free(self) -> int:
@@ -96,7 +99,6 @@ class BlockPool:
         for block in taken:
             if block in self._keys:
                 self.forget(block)
-                self._num_cached -= 1
             self.ref_count[block] = 1
         return taken
 
@@ -156,6 +158,7 @@ class BlockPool:
     def forget(self, block: int) -> None:
         """Take a block out of the prefix index."""
         key = self._keys.pop(block)
+        self._num_cached -= self.ref_count[block] == 0
         holders = self._index[key.hash]
         del holders[block]
         if not holders:

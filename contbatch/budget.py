@@ -62,6 +62,11 @@ class TokenBudget:
         """Decode tokens that can still be allocated."""
         return self._remaining(self.max_decode_tokens - self.decode_tokens)
 
+    @property
+    def decodes_left(self) -> int:
+        """Sequences that can still get one decode token each."""
+        return min(self.remaining_decode, self.max_num_seqs - self.num_seqs)
+
     def _remaining(self, own: int) -> int:
         if self.num_seqs >= self.max_num_seqs:
             return 0
@@ -93,6 +98,11 @@ class TokenBudget:
         self.decode_tokens += num_tokens
         self.num_seqs += 1
         return True
+
+    def count_decodes(self, num_seqs: int) -> None:
+        """Allocate one decode token for each of at most `decodes_left` sequences."""
+        self.decode_tokens += num_seqs
+        self.num_seqs += num_seqs
 
     def allocate_chunk(self, num_tokens: int) -> int:
         """Allocate up to `num_tokens` prefill tokens for one sequence; returns how many (0 if nothing is left)."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from contbatch.budget import at_least_one
 from contbatch.errors import InvalidConfig
+from contbatch.request import PreemptionMode
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class SchedulerConfig:
         watermark: share of the pool that an admission must leave free while others run; in [0, 1).
         long_prefill_token_threshold: most prefill tokens of one request in a step while it is not alone; 0 is off.
         scheduler_reserve_full_isl: admit only if the whole known sequence would fit now.
+        preemption_mode: "recompute" or "swap".
+        num_host_blocks: blocks in host memory that preemption by swap may fill.
+        max_num_queued_reqs: most requests in the queue; one more is refused. None for no limit.
+        max_num_queued_tokens: most tokens of queued requests together. None for no limit.
 
     Raises:
         InvalidConfig: names the field, its value and what to use.
@@ -38,6 +43,10 @@ class SchedulerConfig:
     watermark: float = 0.0
     long_prefill_token_threshold: int = 0
     scheduler_reserve_full_isl: bool = True
+    preemption_mode: PreemptionMode | str = PreemptionMode.RECOMPUTE
+    num_host_blocks: int = 0
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -51,11 +60,18 @@ class SchedulerConfig:
         for name in ("enable_chunked_prefill", "enable_prefix_caching", "scheduler_reserve_full_isl"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig(f"{name} is {getattr(self, name)!r}; use True or False")
-        threshold = self.long_prefill_token_threshold
-        if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
-            raise InvalidConfig(
-                f"long_prefill_token_threshold is {threshold!r}; use an integer of at least 0, where 0 turns it off"
-            )
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            if getattr(self, name) is not None:
+                at_least_one(name, getattr(self, name))
+        for name in ("long_prefill_token_threshold", "num_host_blocks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InvalidConfig(f"{name} is {value!r}; use an integer of at least 0, where 0 turns it off")
+        try:
+            object.__setattr__(self, "preemption_mode", PreemptionMode(self.preemption_mode))
+        except ValueError:
+            modes = " or ".join(repr(mode.value) for mode in PreemptionMode)
+            raise InvalidConfig(f"preemption_mode is {self.preemption_mode!r}; use {modes}") from None
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
             raise InvalidConfig(f"watermark is {self.watermark!r}; use a share of the pool in [0, 1)")
 

@@ -7,24 +7,27 @@ iterates a stream drives it. Nothing here knows how a token is computed, and no 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from contbatch.config import SchedulerConfig
 from contbatch.detokenize import Decoder, IncrementalDetokenizer
-from contbatch.errors import DuplicateRequest, InvalidConfig, InvalidRequest, StepFailed
+from contbatch.errors import DeadlineExceeded, DuplicateRequest, InvalidConfig, InvalidRequest, StepFailed
 from contbatch.executor import Executor
 from contbatch.plan import Grants, IterationPlan
 from contbatch.policies import policy_by_name
+from contbatch.policy import Policy
 from contbatch.request import FinishReason, Priority, Request, RunningRequest, SamplingParams
 from contbatch.scheduler import Output, Scheduler
-from contbatch.step import Policy
-from contbatch.trace import FinishRecord, RequestRecord, StepRecord, Trace
+from contbatch.trace import FinishRecord, RequestRecord, StepRecord, Trace, TraceFile
 
 
 class Tokenizer(Decoder, Protocol):
@@ -35,8 +38,7 @@ class Tokenizer(Decoder, Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One thing that happened to a request in a step.
 
     Args:
@@ -85,6 +87,10 @@ class _Client:
     events: deque[TokenEvent] | None = None
     """Events that a stream has not given out yet; None where nobody streams."""
     error: Exception | None = None
+    keeps: bool = True
+    """Whether somebody will ask for its completion."""
+    is_silent: bool = False
+    """True if its tokens give no text and nobody listens."""
 
     def decode(self, take: Callable[[], str]) -> str:
         """Text from the detokenizer; if the tokenizer raises, this request alone fails."""
@@ -106,6 +112,8 @@ class Engine:
         clock: seconds; a virtual clock makes runs repeatable.
         model_name: written into the trace.
         seed: where a sampled request brings no seed, its seed comes from here.
+        record_to: write the trace to this file as the run goes on, and keep neither it nor completions in memory.
+            Close the engine at the end.
 
     Raises:
         InvalidConfig, UnknownName: for limits or a policy that do not exist.
@@ -120,6 +128,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         model_name: str = "",
         seed: int = 0,
+        record_to: str | Path | None = None,
     ) -> None:
         config = config or SchedulerConfig()
         if executor.max_model_len is not None and executor.max_model_len < config.max_model_len:
@@ -136,13 +145,18 @@ class Engine:
             executor.eos_token_ids,
             executor.vocab_size,
         )
-        self.trace = Trace(self.scheduler.policy.name, model_name, asdict(config))
+        about = (self.scheduler.policy.name, model_name, asdict(config))
+        self.trace = Trace(*about) if record_to is None else TraceFile(record_to, *about)
+        self._keeps = record_to is None
         self.completions: dict[str, Completion] = {}
         """The last completion of each request id that was not collected by `generate` or `stream`."""
         self._clients: dict[str, _Client] = {}
         self._sampling: dict[str, SamplingParams] = {}
         self._pending: IterationPlan | None = None
         """A plan whose forward pass has not succeeded yet."""
+        self._moves_done = 0
+        """How many kinds of copies (out, in) of that plan were made."""
+        self._deadlines: list[tuple[float, int, RunningRequest]] = []
         self._in_step = False
         self._deferred_aborts: list[RunningRequest] = []
         """Requests to abort at the end of the running step."""
@@ -180,7 +194,7 @@ class Engine:
         from contbatch.models import ModelExecutor, load_model
 
         loaded = load_model(model, device=device, dtype=dtype)
-        executor = ModelExecutor(loaded, config.num_blocks, config.block_size)
+        executor = ModelExecutor(loaded, config.num_blocks, config.block_size, config.num_host_blocks)
         return cls(executor, config, policy, loaded.tokenizer, model_name=loaded.name, seed=seed)
 
     @property
@@ -204,6 +218,7 @@ class Engine:
         on_event: Callable[[TokenEvent], None] | None = None,
         client: str = "",
         arrival_time: float | None = None,
+        timeout: float | None = None,
     ) -> str:
         """Queue a request; returns its id.
 
@@ -215,26 +230,33 @@ class Engine:
             on_event: called with each event of this request. If it raises, this request alone ends with ERROR.
             client: who asks (fair-share policies only).
             arrival_time: seconds since the engine was made, for traffic that came before this call; None is now.
+            timeout: seconds after its arrival at which it is aborted if it has not finished; None for no limit.
 
         Raises:
             InvalidRequest: and its kinds; nothing else is affected.
         """
         sampling = self._seeded(sampling or SamplingParams())
+        arrived = self.now() if arrival_time is None else arrival_time
         request = Request(
             self._new_id() if request_id is None else request_id,
             self._encode(prompt),
             sampling,
             priority,
-            self.now() if arrival_time is None else arrival_time,
+            arrived,
             prompt if isinstance(prompt, str) else None,
             client,
+            _deadline(arrived, timeout),
         )
         name = request.request_id
         if name in self._clients:
             raise DuplicateRequest(f"request id {name!r} is in use by an unfinished request; use another id")
         record = self.scheduler.add(request)
-        self._clients[name] = _Client(IncrementalDetokenizer(self.tokenizer, sampling.stop_strings), on_event)
+        detokenizer = IncrementalDetokenizer(self.tokenizer, sampling.stop_strings)
+        is_silent = on_event is None and self.tokenizer is None
+        self._clients[name] = _Client(detokenizer, on_event, keeps=self._keeps, is_silent=is_silent)
         self._sampling[name] = sampling
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, record.index, record))
         if name in self.trace.requests:
             self._free_name(name)
         self.trace.requests[name] = self._request_record(record)
@@ -318,38 +340,70 @@ class Engine:
         """
         if self._in_step:
             raise StepFailed("step was called from inside a step; let the running step return first")
+        events = self._end_expired()
         if not self.has_unfinished:
-            return []
+            self.scheduler.report_policy_fault()
+            return events
         self._in_step = True
         try:
-            events = self._step()
+            events += self._step()
         finally:
             self._end_deferred()
             self._in_step = False
         self._raise_interrupt()
         return events
 
+    def _end_expired(self) -> list[TokenEvent]:
+        """Abort the requests whose deadline has passed."""
+        events = []
+        while self._deadlines and (self._deadlines[0][0] <= self.now() or self._has_ended(self._deadlines[0][2])):
+            deadline, _, request = heapq.heappop(self._deadlines)
+            if not self._has_ended(request):
+                self._drop_pending()
+                waited = deadline - request.request.arrival_time
+                self._clients[request.request_id].error = DeadlineExceeded(
+                    f"request {request.request_id!r} had {request.num_output_tokens} of {request.max_tokens} tokens "
+                    f"after {waited:g} s, its timeout; allow more time or ask for less"
+                )
+                events.append(self._end(request, FinishReason.ABORT))
+        return events
+
+    def _has_ended(self, request: RunningRequest) -> bool:
+        return self.scheduler.requests.get(request.request_id) is not request
+
     def _step(self) -> list[TokenEvent]:
         start = self.now()
-        plan = self._pending = self._pending or self.scheduler.plan()
-        self._next_step = len(self.trace.steps) + 1
+        if self._pending is None:
+            self._pending, self._moves_done = self.scheduler.plan(), 0
+        plan = self._pending
+        self._next_step = self.trace.num_steps + 1
         sampled = self._execute(plan)
         record = self._record(plan, start)
         outputs = self.scheduler.commit(plan, sampled)
         self._pending = None
-        self.trace.steps.append(record)
-        events = [event for output in outputs for event in self._deliver(output, record)]
+        self.trace.add_step(record)
+        record.sampled = {o.request.request_id: o.token_id for o in outputs if o.token_id is not None}
+        events: list[TokenEvent] = []
+        plain, step = partial(tuple.__new__, TokenEvent), record.step  # half the cost of calling TokenEvent
+        for output in outputs:
+            name = output.request.request_id
+            if output.finish_reason is None and self._clients[name].is_silent:
+                events.append(plain((name, output.token_id, "", None, step)))
+            else:
+                events += self._deliver(output, record)
         events += self._end_deferred(record)
         record.end = self.now()
         for request_id in record.finished:
             self.trace.finished[request_id].time = record.end
+        self.trace.settle()
         return events
 
     def _execute(self, plan: IterationPlan) -> Mapping[str, int | Exception]:
         if not plan.has_work:
             return {}
-        number = len(self.trace.steps)
+        number = self.trace.num_steps
         try:
+            self._move_blocks(plan)
             sampled = self.executor.execute(plan.to_scheduled_batch(number), self._sampling)
             if not isinstance(sampled, Mapping):
                 raise TypeError(f"execute returned {type(sampled).__name__}, not a mapping of tokens")
@@ -359,13 +413,22 @@ class Engine:
             ) from error
         return sampled
 
+    def _move_blocks(self, plan: IterationPlan) -> None:
+        """Copy what is swapped out, then what is swapped in; what was copied is not copied again after a failure."""
+        if self._moves_done < 1 and plan.swap_out_blocks:
+            self.executor.swap_out(plan.swap_out_blocks)
+        self._moves_done = max(self._moves_done, 1)
+        if self._moves_done < 2 and plan.swap_in_blocks:
+            self.executor.swap_in(plan.swap_in_blocks)
+        self._moves_done = 2
+
     def _drop_pending(self) -> None:
         """Give up a plan whose forward pass failed; the next step is planned anew."""
         plan, self._pending = self._pending, None
         if plan is None:
             return
         outputs = self.scheduler.rollback(plan)
-        self._next_step = len(self.trace.steps)
+        self._next_step = self.trace.num_steps
         for request in self.trace.requests.values():
             request.arrival_step = min(request.arrival_step, self._next_step)
         for output in outputs:
@@ -388,17 +451,19 @@ class Engine:
     def _record(self, plan: IterationPlan, start: float) -> StepRecord:
         scheduler, grants = self.scheduler, plan.grants or Grants()
         return StepRecord(
-            step=len(self.trace.steps),
+            step=self.trace.num_steps,
             start=start,
             request_ids=[request.request_id for request in grants.requests],
-            starts=list(grants.starts),
-            counts=list(grants.counts),
+            starts=grants.starts,
+            counts=grants.counts,
             kinds="".join(grants.kinds),
             admitted=list(plan.admitted),
             resumed=list(plan.resumed),
             preempted=list(plan.evicted_requests),
+            swapped_out=list(plan.swap_out_requests),
+            swapped_in=list(plan.swap_in_requests),
             cached=dict(plan.cached),
-            new_blocks={request_id: list(blocks) for request_id, blocks in plan.new_blocks.items()},
+            new_blocks={name: list(blocks) for name, blocks in plan.new_blocks.items()},
             reasons=dict(plan.blocked),
             num_waiting=plan.num_waiting,
             num_running=len(scheduler.running),
@@ -414,7 +479,6 @@ class Engine:
         client.error = output.error
         if token is None:
             return [self._end(request, reason or FinishReason.ERROR, record)]
-        record.sampled[request.request_id] = token
         text = ""
         if reason not in (FinishReason.EOS, FinishReason.STOP):
             text = client.decode(lambda: client.detokenizer.feed(token))
@@ -461,9 +525,9 @@ class Engine:
         if record is not None:
             record.finished[name] = reason.value
         self.trace.finished[name] = FinishRecord(
-            reason.value, len(self.trace.steps), self.now(), request.num_output_tokens, client.detokenizer.text
+            reason.value, self.trace.num_steps, self.now(), request.num_output_tokens, client.detokenizer.text
         )
-        completion = self.completions[name] = Completion(
+        completion = Completion(
             name,
             request.request.prompt,
             tuple(request.request.prompt_token_ids),
@@ -472,11 +536,18 @@ class Engine:
             reason,
             client.error,
         )
-        event = TokenEvent(name, token, text, reason, len(self.trace.steps) - (record is not None))
+        if client.keeps:
+            self.completions[name] = completion
+        event = TokenEvent(name, token, text, reason, self.trace.num_steps - (record is not None))
         self._notify(client, event)
         if client.error is not completion.error and self.completions.get(name) is completion:
             self.completions[name] = replace(completion, error=client.error)
         return event
+
+    def close(self) -> None:
+        """End the run: abort what is unfinished and complete the trace file, if there is one."""
+        self.abort_all()
+        self.trace.close()
 
     # Ways to drive the loop
 
@@ -507,6 +578,7 @@ class Engine:
         try:
             for prompt, params in zip(prompts, self._each(prompts, sampling), strict=True):
                 ids.append(self.add_request(prompt, params))
+                self._clients[ids[-1]].keeps = True
             while any(request_id in self._clients for request_id in ids):
                 self.step()
         finally:
@@ -542,8 +614,17 @@ class Engine:
         """
         request_id = self.add_request(prompt, sampling, **request)
         events: deque[TokenEvent] = deque()
-        self._clients[request_id].events = events
+        client = self._clients[request_id]
+        client.events, client.keeps, client.is_silent = events, True, False
         return TokenStream(self, request_id, events)
+
+
+def _deadline(arrived: float, timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise InvalidRequest(f"timeout is {timeout!r}; use a number of seconds above 0, or None")
+    return arrived + timeout
 
 
 class TokenStream(Iterator[TokenEvent]):

@@ -19,6 +19,14 @@ class DuplicateRequest(InvalidRequest):
     """A request id that is already in use by an unfinished request."""
 
 
+class QueueFull(InvalidRequest):
+    """The queue has reached its limit; the request may be sent again later."""
+
+
+class DeadlineExceeded(ContbatchError, TimeoutError):
+    """A request was not finished by its deadline and was aborted."""
+
+
 class InvalidConfig(ContbatchError, ValueError):
     """A configuration value that no engine could run with."""
 

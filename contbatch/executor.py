@@ -32,6 +32,17 @@ class Executor(Protocol):
         """
         ...
 
+    def swap_out(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy cache blocks to host memory, (block, host block) each, before anything is written in this step.
+
+        Host blocks are numbered from 1 to `num_host_blocks`. Called only with preemption by swap.
+        """
+        ...
+
+    def swap_in(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks back from host memory, (host block, block) each, before the forward pass of the step."""
+        ...
+
 
 class ScriptedExecutor:
     """Made-up tokens: the n-th token of a request comes from a script.
@@ -60,6 +71,12 @@ class ScriptedExecutor:
         """One scripted token per sampling request; nothing is computed."""
         del sampling
         return {part.request_id: self._token(part) for part in batch if part.sample}
+
+    def swap_out(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Made-up tokens need no cache: nothing to copy."""
+
+    def swap_in(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Nothing to copy."""
 
     def _token(self, part: BatchedRequest) -> int:
         if callable(self.script):

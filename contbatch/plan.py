@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple, overload
 
 from contbatch.batch import BatchedRequest, ScheduledBatch
@@ -24,6 +25,8 @@ class BlockReason(Enum):
     BUDGET = "budget"
     BLOCKS = "blocks"
     SEQUENCES = "sequences"
+    HOST_BLOCKS = "host blocks"
+    """A victim found no room in host memory; it will be computed again."""
     POLICY = "policy"
 
 
@@ -99,7 +102,10 @@ class _PrefillTasks(Sequence[PrefillTask]):
 
     def __init__(self, grants: Grants) -> None:
         self._grants = grants
-        self._rows = [row for row, kind in enumerate(grants.kinds) if kind != "D"]
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        return [row for row, kind in enumerate(self._grants.kinds) if kind != "D"]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -131,7 +137,10 @@ class _DecodeTasks(Sequence[DecodeTask]):
 
     def __init__(self, grants: Grants) -> None:
         self._grants = grants
-        self._rows = [row for row, kind in enumerate(grants.kinds) if kind == "D"]
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        return [row for row, kind in enumerate(self._grants.kinds) if kind == "D"]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -164,7 +173,10 @@ class IterationPlan:
     Args:
         prefill_tasks, decode_tasks: the work of the step.
         evicted_requests: preempted in this step; they hold nothing and have no task.
-        swap_out_requests, swap_in_requests: moved to or from host memory in this step.
+        swap_out_requests: preempted in this step, and moved to host memory.
+        swap_in_requests: joined the running set again, from host memory.
+        swap_out_blocks: copies to make before the forward pass, first: (block, host block).
+        swap_in_blocks: copies to make before the forward pass, then: (host block, block).
         admitted, resumed: joined the running set for the first time, or again after a preemption.
         cached: tokens that a joining request took from the prefix cache.
         new_blocks: block ids appended to each request's table.
@@ -182,6 +194,8 @@ class IterationPlan:
     evicted_requests: tuple[str, ...] = ()
     swap_out_requests: tuple[str, ...] = ()
     swap_in_requests: tuple[str, ...] = ()
+    swap_out_blocks: tuple[tuple[int, int], ...] = ()
+    swap_in_blocks: tuple[tuple[int, int], ...] = ()
     admitted: tuple[str, ...] = ()
     resumed: tuple[str, ...] = ()
     cached: Mapping[str, int] = field(default_factory=dict)
@@ -201,10 +215,13 @@ class IterationPlan:
         return cls()
 
     @classmethod
-    def of(cls, grants: Grants, **decisions: object) -> IterationPlan:
-        """A scheduler's plan: tasks are views on `grants`."""
+    def of(cls, grants: Grants, decisions: Mapping[str, object]) -> IterationPlan:
+        """A scheduler's plan: tasks are views on `grants`. Its fields are set without `__init__`, which costs a third
+        of a small step."""
+        plan = object.__new__(cls)
         tasks = {"prefill_tasks": _PrefillTasks(grants), "decode_tasks": _DecodeTasks(grants)}
-        return cls(**tasks, grants=grants, **decisions)  # type: ignore[arg-type]  # named above
+        plan.__dict__.update(decisions, grants=grants, **tasks)
+        return plan
 
     def _tasks(self) -> Iterator[PrefillTask | DecodeTask]:
         yield from self.prefill_tasks
@@ -227,6 +244,8 @@ class IterationPlan:
     @property
     def total_requests(self) -> int:
         """Requests that compute tokens in this step."""
+        if self.grants is not None:
+            return len(self.grants.requests)
         return len(self.prefill_tasks) + len(self.decode_tasks)
 
     @property
@@ -238,12 +257,25 @@ class IterationPlan:
 
     def to_scheduled_batch(self, batch_id: int) -> ScheduledBatch:
         """The forward pass of this plan: prefills first, then decodes. Call it before the step is committed."""
-        batch = ScheduledBatch.merge_prefill_decode(
-            [task.to_batched() for task in self.prefill_tasks],
-            [task.to_batched() for task in self.decode_tasks],
-            batch_id,
-        )
-        batch.evicted_requests = tuple(self.evicted_requests)
-        batch.swap_out_requests = tuple(self.swap_out_requests)
-        batch.swap_in_requests = tuple(self.swap_in_requests)
-        return batch
+        return PlannedBatch(batch_id, self)
+
+
+class PlannedBatch(ScheduledBatch):
+    """The batch of a plan. Its parts are built when somebody looks at them; who only counts reads `grants`."""
+
+    def __init__(self, batch_id: int, plan: IterationPlan) -> None:
+        self.batch_id = batch_id
+        self.grants = plan.grants
+        self.evicted_requests = plan.evicted_requests
+        self.swap_out_requests = plan.swap_out_requests
+        self.swap_in_requests = plan.swap_in_requests
+        self._plan = plan
+
+    @cached_property
+    def requests(self) -> list[BatchedRequest]:  # type: ignore[override]  # a list all the same, made late
+        """The parts, in order."""
+        return [task.to_batched() for task in self._plan._tasks()]
+
+    @cached_property
+    def _ids(self) -> set[str]:  # type: ignore[override]  # see above
+        return {part.request_id for part in self.requests}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, StrEnum
 from typing import Any
 
 from contbatch.errors import InvalidRequest
@@ -27,6 +27,15 @@ class Priority(IntEnum):
     HIGH = 1
     NORMAL = 2
     LOW = 3
+
+
+class PreemptionMode(StrEnum):
+    """What becomes of the cache of a preempted request."""
+
+    RECOMPUTE = "recompute"
+    """It is dropped and computed again."""
+    SWAP = "swap"
+    """It is copied to host memory and back; where there is no room, it is dropped and computed again."""
 
 
 class FinishReason(Enum):
@@ -137,6 +146,7 @@ class Request:
         arrival_time: seconds on the engine's clock.
         prompt: the prompt as text, for display only.
         client: who asks; only fair-share policies look at it.
+        deadline: seconds on the engine's clock after which nobody wants the answer any more; None for no limit.
     """
 
     request_id: str
@@ -146,6 +156,7 @@ class Request:
     arrival_time: float = 0.0
     prompt: str | None = None
     client: str = ""
+    deadline: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str) or not self.request_id:
@@ -164,6 +175,8 @@ class Request:
         _number(f"{name}: arrival_time", self.arrival_time)
         if self.arrival_time < 0:
             raise InvalidRequest(f"{name}: arrival_time is {self.arrival_time}; use 0 or more seconds")
+        if self.deadline is not None:
+            _number(f"{name}: deadline", self.deadline)
 
 
 @dataclass(eq=False, slots=True)
@@ -174,25 +187,33 @@ class RunningRequest:
         request: what was asked.
         index: position in the order of arrival; breaks every tie.
         max_tokens: most output tokens, after `None` and the model length were taken into account.
+        arrival_step: steps that had been planned when it came.
+        end_token_ids: tokens that end it.
     """
 
     request: Request
     index: int
     max_tokens: int
+    arrival_step: int = 0
+    end_token_ids: frozenset[int] = frozenset()
     request_id: str = field(init=False)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    max_total_tokens: int = field(init=False)
+    """Prompt and output together, when it ends by length."""
     num_computed_tokens: int = 0
-    """Tokens whose K and V are in the cache."""
+    """Tokens whose K and V are in the cache (while it is swapped out: in host memory)."""
     num_in_flight: int = 0
     """Tokens granted by a plan that is not committed yet."""
     prefill_end: int = field(init=False)
-    """Tokens below this position are prefill; fixed at each (re)admission."""
+    """Tokens below this position are prefill; fixed at each (re)admission that computes them again."""
     high_water: int = 0
     """Most tokens that were ever computed; prefill below it after a preemption is recomputation."""
     num_reserved_tokens: int = 0
     """Tokens that its policy holds blocks for ahead of need (0: as many blocks as its tokens take)."""
     block_table: list[int] = field(default_factory=list)
+    host_table: list[int] = field(default_factory=list)
+    """Blocks in host memory while it is swapped out, and until the step that brings it back is committed."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of this request's full blocks, as far as they were needed."""
     num_hashed_blocks: int = 0
@@ -206,6 +227,7 @@ class RunningRequest:
         self.request_id = self.request.request_id
         self.token_ids = list(self.request.prompt_token_ids)
         self.num_prompt_tokens = self.prefill_end = len(self.token_ids)
+        self.max_total_tokens = self.num_prompt_tokens + self.max_tokens
 
     def __repr__(self) -> str:
         return (

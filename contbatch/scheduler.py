@@ -4,14 +4,15 @@
 forward pass succeeded; `rollback` undoes a plan whose forward pass did not. Between `plan` and `commit` the
 granted tokens are in flight: blocks are held for them, but they do not count as computed.
 
-The policy decides, with the verbs of `contbatch.step`, which enforce the rules. Swapping to host memory is not
-here yet.
+The policy decides, with the verbs of `contbatch.step`, which enforce the rules. The scheduler knows block ids only,
+of the device and of host memory; the executor owns what is in them and copies it.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from contbatch.blocks import NO_PARENT, BlockKey, BlockPool, block_hash, blocks_needed
@@ -22,12 +23,15 @@ from contbatch.errors import (
     IntegrityError,
     InvalidRequest,
     PolicyError,
+    QueueFull,
     RequestTooLarge,
     SchedulerStalled,
 )
-from contbatch.plan import Grants, IterationPlan
-from contbatch.request import MAX_TOKEN_ID, FinishReason, Request, RequestStatus, RunningRequest
-from contbatch.step import Policy, Step
+from contbatch.plan import IterationPlan
+from contbatch.policy import Policy
+from contbatch.request import MAX_TOKEN_ID, FinishReason, Request, RequestStatus, RunningRequest, SamplingParams
+from contbatch.step import Step
+from contbatch.swap import HostPool
 from contbatch.waiting import WaitingQueue
 
 Asked = TypeVar("Asked")
@@ -44,7 +48,7 @@ class Output(NamedTuple):
 
     request: RunningRequest
     token_id: int | None
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
     error: Exception | None = None
 
 
@@ -69,12 +73,15 @@ class Scheduler:
         self.policy = policy
         self.eos_token_ids = eos_token_ids
         self.vocab_size = vocab_size
+        self._num_token_ids = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
         self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.host = HostPool(config.num_host_blocks, config.block_size)
         self.waiting = WaitingQueue(policy.queue_key)
         self.running: list[RunningRequest] = []
         self.requests: dict[str, RunningRequest] = {}
         self.free_slots = list(range(config.max_num_seqs))
         self._num_added = 0
+        self._num_planned = 0
         self._planned: Step | None = None
         self._to_abort: set[str] = set()
         self._idle_steps = 0
@@ -101,12 +108,48 @@ class Scheduler:
                 f"request id {request.request_id!r} is in use by an unfinished request; use another id"
             )
         self._check_vocabulary(request)
+        self._check_queue(request)
         max_tokens = self._fitting_max_tokens(request)
-        record = RunningRequest(request, self._num_added, max_tokens)
+        end_tokens = self._end_tokens(request.sampling)
+        record = RunningRequest(request, self._num_added, max_tokens, self._num_planned, end_tokens)
         self._num_added += 1
-        self.waiting.push(record)
         self.requests[request.request_id] = record
+        self.waiting.push(record)
+        self._greet(record)
         return record
+
+    def _end_tokens(self, sampling: SamplingParams) -> frozenset[int]:
+        eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
+        return eos.union(sampling.stop_token_ids)
+
+    def _greet(self, record: RunningRequest) -> None:
+        """Tell the policy of a new request; if it cannot cope with it, the request is not accepted."""
+        fault, self.waiting.fault = self.waiting.fault, None
+        try:
+            if fault is None:
+                self.policy.on_add(record)
+        except Exception as error:
+            fault = error
+        if fault is not None:
+            self.waiting.remove(record)
+            del self.requests[record.request_id]
+            raise PolicyError(
+                f"policy {self.policy.name} raised {fault!r} for request {record.request_id!r}, which was not added"
+            ) from fault
+
+    def _check_queue(self, request: Request) -> None:
+        config, queued = self.config, len(self.waiting)
+        if config.max_num_queued_reqs is not None and queued >= config.max_num_queued_reqs:
+            raise QueueFull(
+                f"request {request.request_id!r}: {queued} requests are queued, max_num_queued_reqs="
+                f"{config.max_num_queued_reqs}; send it again later"
+            )
+        tokens = self.waiting.num_tokens + len(request.prompt_token_ids)
+        if config.max_num_queued_tokens is not None and queued and tokens > config.max_num_queued_tokens:
+            raise QueueFull(
+                f"request {request.request_id!r}: with its prompt {tokens} tokens would be queued, "
+                f"max_num_queued_tokens={config.max_num_queued_tokens}; send it again later"
+            )
 
     def _check_vocabulary(self, request: Request) -> None:
         largest = max(request.prompt_token_ids)
@@ -173,6 +216,7 @@ class Scheduler:
             self.release(request)
         else:
             self.waiting.remove(request)
+        self.leave_host(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         self._to_abort.discard(request.request_id)
@@ -190,6 +234,11 @@ class Scheduler:
         heapq.heappush(self.free_slots, request.kv_cache_slot)
         request.kv_cache_slot = -1
 
+    def leave_host(self, request: RunningRequest) -> None:
+        """Return a request's blocks in host memory."""
+        self.host.release(request.host_table)
+        request.host_table = []
+
     # One step
 
     def plan(self) -> IterationPlan:
@@ -201,7 +250,7 @@ class Scheduler:
         """
         if self._planned is not None:
             raise PolicyError("the last plan is neither committed nor rolled back; do one of them first")
-        self._watch_policy()
+        self.report_policy_fault()
         self._watch_thrashing()
         budget = self._ask_policy(self.policy.token_budget, self.config)
         budget.reset()
@@ -213,6 +262,7 @@ class Scheduler:
             raise
         plan = step.to_plan()
         self._watch_idle(plan)
+        self._num_planned += 1
         self._planned = step
         return plan
 
@@ -235,10 +285,13 @@ class Scheduler:
         Returns:
             one entry for each request that got a token or ended.
         """
-        self._take_planned(plan)
-        grants = plan.grants or Grants()
+        step = self._take_planned(plan)
+        for request in step.swapped_in:
+            self.leave_host(request)
         outputs: list[Output] = []
-        for request, count in zip(grants.requests, grants.counts, strict=True):
+        plain = partial(tuple.__new__, Output)  # half the cost of calling Output
+        num_ids, to_abort, get = self._num_token_ids, self._to_abort, sampled.get
+        for request, count in zip(step.grants.requests, step.grants.counts, strict=True):
             request.num_in_flight = 0
             computed = request.num_computed_tokens = request.num_computed_tokens + count
             if computed > request.high_water:
@@ -246,11 +299,20 @@ class Scheduler:
                 self._tokens_without_progress = 0
             else:
                 self._tokens_without_progress += count
-            if request.request_id in self._to_abort:
+            tokens, name = request.token_ids, request.request_id
+            if to_abort and name in to_abort:
                 self.finish(request, FinishReason.ABORT)
                 outputs.append(Output(request, None, FinishReason.ABORT))
-            elif computed == len(request.token_ids):
-                outputs.append(self._append(request, sampled.get(request.request_id)))
+            elif computed == len(tokens):
+                token = get(name)
+                if type(token) is not int or not 0 <= token < num_ids:
+                    outputs.append(self._fail(request, token))
+                    continue
+                tokens.append(token)
+                if token in request.end_token_ids or computed + 1 >= request.max_total_tokens:
+                    outputs.append(self._end(request, token))
+                else:
+                    outputs.append(plain((request, token, None, None)))
         return outputs
 
     def rollback(self, plan: IterationPlan) -> list[Output]:
@@ -272,47 +334,45 @@ class Scheduler:
         self._planned = None
         return step
 
-    def _append(self, request: RunningRequest, token: int | Exception | None) -> Output:
-        """Append a sampled token and see whether the request ends with it."""
-        error = self._token_error(token)
-        if error is not None or not isinstance(token, int):
-            self.forget_blocks(request, 0)
-            self.finish(request, FinishReason.ERROR)
-            return Output(request, None, FinishReason.ERROR, error)
-        request.token_ids.append(token)
-        reason = self._stop_reason(request, token)
-        if reason is not None:
-            self.finish(request, reason)
+    def _fail(self, request: RunningRequest, token: object) -> Output:
+        """What its executor gave is no token: the request ends, and its last blocks are not trusted."""
+        self.forget_blocks(request, 0)
+        self.finish(request, FinishReason.ERROR)
+        return Output(request, None, FinishReason.ERROR, self._token_error(token))
+
+    def _end(self, request: RunningRequest, token: int) -> Output:
+        reason = self._finish_reason(request, token)
+        self.finish(request, reason)
         return Output(request, token, reason)
 
-    def _token_error(self, token: int | Exception | None) -> Exception | None:
+    def _token_error(self, token: object) -> Exception:
         if isinstance(token, Exception):
             return token
         if token is None:
             return InvalidRequest("the executor returned no token for a request that was due one")
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
-            return InvalidRequest(f"the executor returned {token!r}, which is not a token id")
-        if self.vocab_size is not None and token >= self.vocab_size:
+        if isinstance(token, int) and not isinstance(token, bool) and token > 0 and self.vocab_size is not None:
             return InvalidRequest(f"the executor returned {token}, outside the vocabulary of {self.vocab_size}")
-        return None
+        return InvalidRequest(f"the executor returned {token!r}, which is not a token id")
 
-    def _stop_reason(self, request: RunningRequest, token: int) -> FinishReason | None:
+    def _finish_reason(self, request: RunningRequest, token: int) -> FinishReason:
         """The order of vLLM: end of sequence, stop token ids, then length."""
         sampling = request.request.sampling
         if token in self.eos_token_ids and not sampling.ignore_eos:
             return FinishReason.EOS
-        if token in sampling.stop_token_ids:
-            return FinishReason.STOP
-        if request.num_output_tokens >= request.max_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.STOP if token in sampling.stop_token_ids else FinishReason.LENGTH
 
     # Liveness
 
-    def _watch_policy(self) -> None:
-        fault, self._policy_fault = self._policy_fault, None
+    def report_policy_fault(self) -> None:
+        """Raise what the policy raised where its exception had to wait: in `on_finish` or in its queue key.
+
+        Raises:
+            PolicyError: once for each fault; the request concerned was handled all the same.
+        """
+        fault, self._policy_fault = self._policy_fault or self.waiting.fault, None
         if fault is not None:
-            raise PolicyError(f"policy {self.policy.name} raised {fault!r} in on_finish") from fault
+            self.waiting.fault = None
+            raise PolicyError(f"policy {self.policy.name} raised {fault!r} in on_finish or queue_key") from fault
 
     def _watch_idle(self, plan: IterationPlan) -> None:
         self._idle_steps = 0 if plan.has_work or not self.requests else self._idle_steps + 1
@@ -334,41 +394,43 @@ class Scheduler:
         request = next(iter(self.requests.values()))
         blocked = plan.blocked.get(request.request_id) if plan else None
         why = f"is blocked by {blocked.reason}" if blocked else "gets no tokens"
+        missing = blocks_needed(len(request.token_ids), self.config.block_size) - len(request.block_table)
+        fits = missing <= self.pool.num_free
+        fix = "let the policy grant what a request owes" if fits else "raise num_blocks or lower max_num_seqs"
         return (
             f"{request!r} {why} and was preempted {request.num_preemptions} times, with {self.pool.num_free} of "
-            f"{self.pool.num_blocks} blocks free under policy {self.policy.name}; give the pool more blocks or let the "
-            "policy grant what a request owes"
+            f"{self.pool.num_blocks} blocks free under policy {self.policy.name}; {fix}"
         )
 
     # Prefix index
 
+    def block_key(self, request: RunningRequest, index: int) -> BlockKey:
+        """Key of a full block of a sequence; the hashes of those before it are known already."""
+        size, hashes = self.config.block_size, request.block_hashes
+        parent = hashes[index - 1] if index else NO_PARENT
+        tokens = tuple(request.token_ids[index * size : (index + 1) * size])
+        if index == len(hashes):
+            hashes.append(block_hash(parent, tokens))
+        return BlockKey(hashes[index], parent, tokens)
+
     def block_keys(self, request: RunningRequest, count: int) -> Iterator[BlockKey]:
         """Keys of the first `count` full blocks of a sequence."""
-        size = self.config.block_size
-        hashes = request.block_hashes
-        for index in range(count):
-            parent = hashes[index - 1] if index else NO_PARENT
-            tokens = tuple(request.token_ids[index * size : (index + 1) * size])
-            if index == len(hashes):
-                hashes.append(block_hash(parent, tokens))
-            yield BlockKey(hashes[index], parent, tokens)
+        return (self.block_key(request, index) for index in range(count))
 
     def remember_blocks(self, request: RunningRequest, num_tokens: int) -> None:
         """Enter the full blocks within the first `num_tokens` tokens into the prefix index."""
         full = num_tokens // self.config.block_size
         if full <= request.num_hashed_blocks or not self.config.enable_prefix_caching:
             return
-        for index, key in enumerate(self.block_keys(request, full)):
-            if index >= request.num_hashed_blocks:
-                self.pool.remember(request.block_table[index], key)
+        for index in range(request.num_hashed_blocks, full):
+            self.pool.remember(request.block_table[index], self.block_key(request, index))
         request.num_hashed_blocks = full
 
-    def forget_blocks(self, request: RunningRequest, num_tokens: int) -> None:
-        """Take the blocks that are not full within the first `num_tokens` tokens out of the index again.
+    def forget_blocks(self, request: RunningRequest, keep: int) -> None:
+        """Take all but the first `keep` blocks out of the index again.
 
         Blocks that other requests hold too stay: those requests computed or checked them.
         """
-        keep = num_tokens // self.config.block_size
         for block in request.block_table[keep : request.num_hashed_blocks]:
             if self.pool.ref_count[block] == 1:
                 self.pool.forget(block)
@@ -381,6 +443,7 @@ class Scheduler:
             IntegrityError: names what is wrong.
         """
         self.pool.check([request.block_table for request in self.requests.values()])
+        self.host.check([request.host_table for request in self.requests.values()])
         members = [*self.waiting, *self.running]
         if sorted(map(id, members)) != sorted(map(id, self.requests.values())):
             raise IntegrityError("a request is lost, or is in two queues at once")
@@ -392,8 +455,11 @@ class Scheduler:
 
     def _check_request(self, request: RunningRequest) -> None:
         if request.status is not RequestStatus.RUNNING:
-            if request.block_table or request.num_computed_tokens or request.num_in_flight:
-                raise IntegrityError(f"{request!r} is not running and must hold nothing")
+            kept = blocks_needed(request.num_computed_tokens, self.config.block_size)
+            if request.block_table or request.num_in_flight or len(request.host_table) != kept:
+                raise IntegrityError(f"{request!r} is not running and must hold nothing but {kept} host blocks")
+            if (request.status is RequestStatus.SWAPPED) != (kept > 0):
+                raise IntegrityError(f"{request!r} has {kept} blocks of computed tokens, which its status denies")
             return
         planned = request.num_computed_tokens + request.num_in_flight
         covered = blocks_needed(max(planned, request.num_reserved_tokens), self.config.block_size)

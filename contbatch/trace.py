@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
@@ -133,6 +133,21 @@ class Trace:
     steps: list[StepRecord] = field(default_factory=list)
     finished: dict[str, FinishRecord] = field(default_factory=dict)
 
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded so far."""
+        return len(self.steps)
+
+    def add_step(self, record: StepRecord) -> None:
+        """Append a step."""
+        self.steps.append(record)
+
+    def settle(self) -> None:
+        """The last step is complete: nothing in it will change any more."""
+
+    def close(self) -> None:
+        """The run is over."""
+
     def __repr__(self) -> str:
         return f"Trace({self.policy}, {len(self.requests)} requests, {len(self.steps)} steps, digest={self.digest()})"
 
@@ -140,9 +155,7 @@ class Trace:
         """Twelve hex digits over everything that was decided; times and texts are left out."""
         digest = hashlib.sha256()
         for line in self._lines():
-            for key in _NOT_IN_DIGEST:
-                line.pop(key, None)
-            digest.update(json.dumps(line, sort_keys=True).encode())
+            digest.update(_decided(line).encode())
         return digest.hexdigest()[:12]
 
     def rename(self, old: str, new: str) -> None:
@@ -188,27 +201,25 @@ class Trace:
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """Header, requests before the step they were known in, steps, finishes after their step; last the end."""
-        yield {
-            "contbatch_trace": VERSION,
-            "policy": self.policy,
-            "model": self.model,
-            "config": self.config,
-        }
+        yield self._header_line()
         requests = iter(self.requests.values())
         finishes = iter(self.finished.items())
         request, finish = next(requests, None), next(finishes, None)
         for count in range(len(self.steps) + 1):
             while request is not None and request.arrival_step <= count:
-                yield {"type": "request", **asdict(request)}
+                yield {"type": "request", **_plain(request)}
                 request = next(requests, None)
             while finish is not None and finish[1].step <= count:
-                yield {"type": "finish", "request_id": finish[0], **asdict(finish[1])}
+                yield {"type": "finish", "request_id": finish[0], **_plain(finish[1])}
                 finish = next(finishes, None)
             if count < len(self.steps):
-                yield {"type": "step", **asdict(self.steps[count])}
+                yield {"type": "step", **_plain(self.steps[count])}
         if request is not None:  # known before a step that is not recorded yet
-            yield from ({"type": "request", **asdict(late)} for late in (request, *requests))
+            yield from ({"type": "request", **_plain(late)} for late in (request, *requests))
         yield {"type": "end", "num_steps": len(self.steps)}
+
+    def _header_line(self) -> dict[str, Any]:
+        return {"contbatch_trace": VERSION, "policy": self.policy, "model": self.model, "config": self.config}
 
     def _read(self, line: dict[str, Any], where: str) -> None:
         kind = line.pop("type", None)
@@ -217,6 +228,8 @@ class Trace:
                 raise TraceError("a line after the end line")
             if kind == "request":
                 request = _record(RequestRecord, line)
+                if request.request_id in self.requests:
+                    raise TraceError(f"request {request.request_id!r} arrives twice")
                 self.requests[request.request_id] = request
             elif kind == "finish":
                 request_id = line.pop("request_id")
@@ -243,7 +256,80 @@ class Trace:
             raise TraceError(f"{name}: steps mention {sorted(unknown)[:3]}, which never arrived")
 
 
+class TraceFile(Trace):
+    """A trace that is written as the run goes on and forgets what it has written, so that a run may be of any length.
+
+    `Trace.load` reads the file when it is closed. Request ids must not be used again: what is forgotten cannot be
+    renamed.
+
+    Args:
+        path: the file, which is overwritten.
+        policy, model, config: as in `Trace`.
+    """
+
+    def __init__(
+        self, path: str | Path, policy: str = "", model: str = "", config: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(policy, model, config or {})
+        self._num_steps = 0
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # open until `close`
+        self._digest = hashlib.sha256()
+        self._write(self._header_line())
+
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded so far, written ones too."""
+        return self._num_steps
+
+    def add_step(self, record: StepRecord) -> None:
+        """Append a step."""
+        super().add_step(record)
+        self._num_steps += 1
+
+    def settle(self) -> None:
+        """Write the last step, and the requests and finishes before it."""
+        number = self._num_steps - 1
+        self._write_before(number)
+        self._write({"type": "step", **_plain(self.steps.pop())})
+
+    def _write_before(self, number: int) -> None:
+        """Write what was known, and what had finished, before step `number`."""
+        for name in [name for name, request in self.requests.items() if request.arrival_step <= number]:
+            self._write({"type": "request", **_plain(self.requests.pop(name))})
+        for name in [name for name, finish in self.finished.items() if finish.step <= number]:
+            self._write({"type": "finish", "request_id": name, **_plain(self.finished.pop(name))})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """One line; what counts in the digest is encoded once for both."""
+        decided = _decided(line)
+        self._digest.update(decided.encode())
+        others = {key: line[key] for key in _NOT_IN_DIGEST if key in line}
+        self._file.write((f"{json.dumps(others)[:-1]}, {decided[1:]}" if others else decided) + "\n")
+
+    def close(self) -> None:
+        """Write the rest and the end line."""
+        if self._file.closed:
+            return
+        self._write_before(self._num_steps)
+        self._write({"type": "end", "num_steps": self._num_steps})
+        self._file.close()
+
+    def digest(self) -> str:
+        """As in `Trace`, of what is written so far."""
+        return self._digest.hexdigest()[:12]
+
+
 _NOT_IN_DIGEST = ("start", "end", "time", "arrival_time", "text", "prompt", "model")
+
+
+def _decided(line: dict[str, Any]) -> str:
+    """A line without times and texts."""
+    return json.dumps({k: v for k, v in line.items() if k not in _NOT_IN_DIGEST}, sort_keys=True)
+
+
+def _plain(record: RequestRecord | FinishRecord | StepRecord) -> dict[str, Any]:
+    """The fields of a record, not copied."""
+    return {name: getattr(record, name) for name in type(record).__dataclass_fields__}
 
 
 def _parse(name: str, number: int, line: str) -> dict[str, Any]:

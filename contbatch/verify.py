@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from contbatch.config import SchedulerConfig
 from contbatch.errors import ContbatchError, TraceError
 from contbatch.policies import POLICIES, policy_by_name
+from contbatch.policy import Policy
 from contbatch.request import Request, SamplingParams
 from contbatch.scheduler import Scheduler
-from contbatch.step import Policy
 
 MADE_UP_TOKEN = 7
 """What the fake model of a recording emits; no prompt in a recording holds it."""

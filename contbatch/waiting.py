@@ -7,6 +7,7 @@ smallest key first. Looking at the head and joining cost the same however long t
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -27,6 +28,10 @@ class WaitingQueue:
         self._key = key
         self._fifo: deque[RunningRequest] = deque()
         self._heap: list[tuple[tuple[float, ...], int, RunningRequest]] = []
+        self.num_tokens = 0
+        """Tokens of all queued requests together."""
+        self.fault: Exception | None = None
+        """What the key last raised. The request is queued all the same, before all others."""
 
     def __len__(self) -> int:
         return len(self._fifo) + len(self._heap)
@@ -43,26 +48,40 @@ class WaitingQueue:
 
     def push(self, request: RunningRequest) -> None:
         """Queue a request at the back (or where its key puts it)."""
+        self.num_tokens += len(request.token_ids)
         if self._key is None:
             self._fifo.append(request)
         else:
-            heapq.heappush(self._heap, (self._key(request), request.index, request))
+            heapq.heappush(self._heap, (self._safe_key(request), request.index, request))
 
     def insert(self, place: int, request: RunningRequest) -> None:
         """Queue a request with `place` others before it (or where its key puts it); 0 is the front."""
-        if self._key is None:
-            self._fifo.insert(place, request)
-        else:
-            self.push(request)
+        if self._key is not None:
+            return self.push(request)
+        self.num_tokens += len(request.token_ids)
+        self._fifo.insert(place, request)
 
     def remove(self, request: RunningRequest) -> int:
         """Take a request out, wherever it stands; returns its place, for `insert`."""
+        self.num_tokens -= len(request.token_ids)
         if self._key is not None:
             self._remove_from_heap(request)
             return 0
         place = 0 if self._fifo[0] is request else self._fifo.index(request)
         del self._fifo[place]
         return place
+
+    def _safe_key(self, request: RunningRequest) -> tuple[float, ...]:
+        """The key, or the smallest one there is if a policy's key raises or cannot be compared."""
+        assert self._key is not None
+        try:
+            key = tuple(self._key(request))
+            if not all(isinstance(part, int | float) and not math.isnan(part) for part in key):
+                raise TypeError(f"queue_key gave {key!r}, not a tuple of numbers")
+        except Exception as error:
+            self.fault = error
+            return ()
+        return key
 
     def _remove_from_heap(self, request: RunningRequest) -> None:
         if self._heap[0][2] is request:

@@ -364,7 +364,7 @@ RECORDED = [path for path in sorted(GOLDEN.glob("*.json")) if golden(path.name).
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_recordings_of_policies_that_exist_are_equal(path: Path) -> None:
     report = verify(path)
-    assert report.equal and report.units > 1000
+    assert report.equal and report.units > 900
 
 
 def test_recorded_tokens_of_a_model_are_generated_again(tmp_path: Path) -> None:

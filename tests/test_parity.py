@@ -327,13 +327,13 @@ def test_fault_01_chunked_prefill_continues_to_its_end(policy: str) -> None:
     limits = SchedulerConfig(max_num_batched_tokens=512, num_blocks=64, long_prefill_token_threshold=512)
     engine, toy = toy_engine(limits, policy)
     assert_alone(toy, serve(engine, {"long": prompt(600)}, params(4)), params(4))
-    if policy != "StaticBatching":
+    if policy not in ("StaticBatching", "Orca"):  # these declare no budget
         assert [step.counts for step in engine.trace.steps[:2]] == [[512], [88]]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_fault_02_no_token_is_fed_twice_and_prefill_yields_one(policy: str) -> None:
-    engine, _ = toy_engine(config(), policy)
+    engine, _ = toy_engine(config(pool=128), policy)
     serve(engine, {"a": prompt(6), "b": prompt(9, 1)}, params(5))
     fed: dict[str, list[int]] = {"a": [], "b": []}
     for step in engine.trace.steps:

@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contbatch.batch import ScheduledBatch
-from contbatch.budget import TokenBudget
 from contbatch.config import SchedulerConfig
 from contbatch.engine import Completion, Engine, TokenEvent
 from contbatch.plan import IterationPlan
+from contbatch.policy import Policy
 from contbatch.request import FinishReason, Request, RunningRequest, SamplingParams
 from contbatch.scheduler import Output, Scheduler
-from contbatch.step import Policy, Step
+from contbatch.step import Step
 from contbatch.waiting import QueueKey
 
 Verb = Callable[[], object]
@@ -73,6 +73,9 @@ class Toy:
         self.block_size = block_size
         self.before = before
         self.cache = np.full((2, (num_blocks + 1) * block_size), _NEVER_WRITTEN)
+        self.host: dict[int, Words] = {}
+        """What was copied to each block of host memory."""
+        self.num_copied = 0
         self.batches: list[ScheduledBatch] = []
         """Every batch that was computed."""
         self.num_tokens = 0
@@ -98,6 +101,20 @@ class Toy:
                 word = int(_attend(self.cache[1, history])[-1])
                 tokens[part.request_id] = self._choose(word, len(history), sampling[part.request_id])
         return tokens
+
+    def swap_out(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to host memory."""
+        for block, host in blocks:
+            self.host[host] = self._block(block).copy()
+            self.num_copied += 1
+
+    def swap_in(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks back."""
+        for host, block in blocks:
+            self._block(block)[:] = self.host[host]
+
+    def _block(self, block: int) -> Words:
+        return self.cache[:, block * self.block_size : (block + 1) * self.block_size]
 
     def _choose(self, word: int, position: int, params: SamplingParams) -> int:
         """Greedy, or a draw that depends on the seed and the position only."""
@@ -336,18 +353,19 @@ def granted(plan: IterationPlan) -> dict[str, int]:
     return {request.request_id: count for request, count in zip(plan.grants.requests, plan.grants.counts, strict=True)}
 
 
-class Scripted:
+class Scripted(Policy):
     """A policy whose step is any function, with the budget and the queue of VllmV1."""
 
     def __init__(self, schedule: Callable[[Step], object], name: str = "Scripted") -> None:
         self.queue_key: QueueKey | None = None
-        self.name = name
+        self._name = name
         self._schedule = schedule
         self.finished: list[str] = []
 
-    def token_budget(self, limits: SchedulerConfig) -> TokenBudget:
-        """One limit for everything."""
-        return TokenBudget.of(limits.max_num_batched_tokens)
+    @property
+    def name(self) -> str:
+        """As given."""
+        return self._name
 
     def schedule(self, step: Step) -> None:
         """Whatever the test wants."""

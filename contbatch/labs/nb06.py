@@ -12,9 +12,10 @@ from contbatch.labs.exercise import GIVE_VALUE, Exercise, Mistake, Rule, functio
 from contbatch.labs.guard import NotYet, is_stub
 from contbatch.labs.result import Fault
 from contbatch.plan import BlockReason
-from contbatch.policies import FirstComeFirstServed, StaticBatching, VllmV1
+from contbatch.policies import StaticBatching, VllmV1
+from contbatch.policy import Policy
 from contbatch.request import SamplingParams
-from contbatch.step import Policy, Step
+from contbatch.step import Step
 from contbatch.trace import Trace
 from contbatch.viz.view import View
 
@@ -115,7 +116,7 @@ LATE = 6
 """Steps that pass before the last four requests come."""
 
 
-class PrefillFirst(FirstComeFirstServed):
+class PrefillFirst(Policy):
     """Prompts first; decoding requests get what is left of the budget. Memory is assumed to be ample."""
 
     def schedule(self, step: Step) -> None:

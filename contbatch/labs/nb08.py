@@ -14,7 +14,7 @@ from contbatch.executor import ScriptedExecutor
 from contbatch.labs.exercise import GIVE_VALUE, Exercise, Mistake, Rule, function_exercise
 from contbatch.labs.guard import Trouble, limited
 from contbatch.labs.result import Fault
-from contbatch.policies import FirstComeFirstServed
+from contbatch.policy import Policy
 from contbatch.request import RunningRequest, SamplingParams
 from contbatch.step import Step
 from contbatch.trace import Trace
@@ -78,7 +78,7 @@ _PICK = function_exercise(
 )
 
 
-class EvictWith(FirstComeFirstServed):
+class EvictWith(Policy):
     """First come, first served; when blocks run out, `pick` chooses who goes.
 
     Args:

@@ -13,6 +13,7 @@ their shapes differ. Left out: a kernel that reads the block table without the g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,17 @@ class PagedCache:
                 f"a cache of {num_blocks} blocks of {block_size} tokens needs {size:.1f} GB on {device}, "
                 "which is not free; lower num_blocks"
             ) from error
+
+    def copy_blocks(self, target: PagedCache, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks of all layers to another cache: (block here, block there) each."""
+        source, place = torch.tensor(blocks).T
+        target._by_block()[:, place.to(target.data.device)] = self._by_block()[:, source.to(self.data.device)].to(
+            target.data.device
+        )
+
+    def _by_block(self) -> Tensor:
+        """[layers, blocks, block_size, 2, kv_heads, head_dim], a view."""
+        return self.data.view(len(self.data), -1, self.block_size, *self.data.shape[2:])
 
 
 @dataclass(frozen=True)

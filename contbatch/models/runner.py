@@ -10,7 +10,7 @@ it fast).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,12 +30,13 @@ class ModelExecutor:
         loaded: the model.
         num_blocks: usable cache blocks; one more is kept as the null block 0.
         block_size: tokens a block.
+        num_host_blocks: blocks in host memory, for preemption by swap.
 
     Raises:
         InvalidConfig: a size below 1, or more cache than there is memory.
     """
 
-    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
+    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise InvalidConfig(f"{name} is {value}; use at least 1")
@@ -44,6 +45,7 @@ class ModelExecutor:
         self.max_model_len: int | None = loaded.config.max_model_len
         self.eos_token_ids = loaded.eos_token_ids
         self.cache = PagedCache(loaded.config, num_blocks, block_size, loaded.device, loaded.dtype)
+        self.host = PagedCache(loaded.config, num_host_blocks, block_size, torch.device("cpu"), loaded.dtype)
 
     def execute(self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]) -> Mapping[str, int | Exception]:
         """One token for each request that samples in this step; an exception where that one failed."""
@@ -51,6 +53,14 @@ class ModelExecutor:
         logits = self.forward(flat)
         positions = [part.seq_len for part in batch if part.sample]
         return sample(logits, flat.sample_request_ids, positions, sampling)
+
+    def swap_out(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy cache blocks to host memory: (block, host block) each."""
+        self.cache.copy_blocks(self.host, blocks)
+
+    def swap_in(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks back: (host block, block) each."""
+        self.host.copy_blocks(self.cache, blocks)
 
     @torch.inference_mode()
     def forward(self, flat: FlatBatch) -> Tensor:
