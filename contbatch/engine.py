@@ -378,7 +378,7 @@ class Engine:
         plan = self._pending
         self._next_step = self.trace.num_steps + 1
         sampled = self._execute(plan)
-        record = self._record(plan, start)
+        record = self.record(plan, start)
         outputs = self.scheduler.commit(plan, sampled)
         self._pending = None
         self.trace.add_step(record)
@@ -448,7 +448,7 @@ class Engine:
         if interrupt is not None:
             raise interrupt
 
-    def _record(self, plan: IterationPlan, start: float) -> StepRecord:
+    def record(self, plan: IterationPlan, start: float) -> StepRecord:
         scheduler, grants = self.scheduler, plan.grants or Grants()
         return StepRecord(
             step=self.trace.num_steps,

@@ -221,7 +221,7 @@ class View:
         for request_id in [*step.preempted, *step.swapped_out]:
             life = self._lives[request_id]
             swapped = request_id in step.swapped_out
-            decisions.append(words.sent_away(request_id, life, swapped))
+            decisions.append(words.sent_away(request_id, life, swapped, step.reasons.get(request_id)))
             life.letter = decisions[-1].letter
             life.preempted.append(t)
             self._release(request_id, t)
@@ -411,7 +411,8 @@ def short_labels(ids: Sequence[str]) -> list[str]:
 
 
 def _why_waiting(step: StepRecord, request_id: str) -> str:
-    return "made room in this step" if request_id in step.preempted else words.why(step.reasons.get(request_id))
+    gone = request_id in step.preempted or request_id in step.swapped_out
+    return "made room in this step" if gone else words.why(step.reasons.get(request_id))
 
 
 def _check_ids(trace: Trace) -> None:

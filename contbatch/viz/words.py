@@ -58,14 +58,17 @@ def running(step: StepRecord, lives: Mapping[str, Life]) -> list[Decision]:
     return decisions
 
 
-def sent_away(request_id: str, life: Life, swapped: bool) -> Decision:
+def sent_away(request_id: str, life: Life, swapped: bool, blocked: Blocked | None = None) -> Decision:
     """A request that makes room for others; call it before its blocks are taken from it."""
     blocks = counted(len(life.table), "block")
     if swapped:
         return Decision("S", f"{request_id} is swapped out: its {blocks} move to host memory.")
     lost, kept = counted(life.computed, "token"), counted(life.outputs, "output token")
+    full = ""
+    if blocked is not None and blocked.reason == "host blocks":
+        full = f"; host memory is too full for it ({counted(blocked.needs, 'block')} needed, {blocked.left} free)"
     return Decision(
-        "X", f"{request_id} is preempted and gives back {blocks}: {lost} must be computed again, {kept} stay."
+        "X", f"{request_id} is preempted and gives back {blocks}: {lost} must be computed again, {kept} stay{full}."
     )
 
 
@@ -84,7 +87,7 @@ def left_out(step: StepRecord, lives: Mapping[str, Life], not_looked_at: int) ->
     """Who got nothing, and why."""
     decisions = []
     for request_id, blocked in step.reasons.items():
-        if request_id not in step.preempted:
+        if request_id not in step.preempted and request_id not in step.swapped_out:
             letter = lives[request_id].letter
             place = "stays in the queue" if letter in "WXS" else "runs but gets nothing"
             decisions.append(Decision(letter, f"{request_id} {place}: {why(blocked)}."))
