@@ -33,6 +33,7 @@ from contbatch.policies import (
 from contbatch.policy import Policy
 from contbatch.request import FinishReason, PreemptionMode, Priority, Request, RequestStatus, SamplingParams
 from contbatch.scheduler import Scheduler
+from contbatch.simulator import CostModel, SimulatedExecutor
 from contbatch.step import Step
 from contbatch.trace import StepRecord, Trace
 from contbatch.workload import Workload, WorkloadRequest, drive
@@ -48,6 +49,7 @@ __all__ = [
     "BlockReason",
     "Completion",
     "ContbatchError",
+    "CostModel",
     "DecodeTask",
     "Engine",
     "Executor",
@@ -76,6 +78,7 @@ __all__ = [
     "SchedulerConfig",
     "ScriptedExecutor",
     "ShortestJobFirst",
+    "SimulatedExecutor",
     "Slo",
     "StaticBatching",
     "Step",

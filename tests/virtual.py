@@ -1,4 +1,4 @@
-"""A clock that stands still until somebody moves it, and an executor whose forward passes move it."""
+"""An executor whose forward passes move a virtual clock by given times."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ from typing import Any
 from contbatch.batch import ScheduledBatch
 from contbatch.executor import ScriptedExecutor
 from contbatch.request import SamplingParams
-
-
-class VirtualClock:
-    """Seconds that go on only when somebody says so."""
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
-
-    def __call__(self) -> float:
-        return self.seconds
-
-    def advance(self, seconds: float) -> None:
-        self.seconds += seconds
+from contbatch.simulator import VirtualClock
 
 
 class TimedExecutor(ScriptedExecutor):

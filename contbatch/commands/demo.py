@@ -44,7 +44,7 @@ def demo(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only where the page is.")] = False,
 ) -> None:
     """Serve eight prompts at once with a real model; show a table and write a page of the run."""
-    _check_target(out)
+    check_target(out)
     from contbatch.metrics import summarise
     from contbatch.policies import policy_by_name
     from contbatch.viz.export import to_html
@@ -68,7 +68,7 @@ def demo(
         console.print("Then start the lessons: contbatch lab")
 
 
-def _check_target(out: Path) -> None:
+def check_target(out: Path) -> None:
     """Find out before the work is done, not after it, that the page cannot be written."""
     folder = out.resolve().parent
     if out.is_dir():

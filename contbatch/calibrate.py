@@ -1,0 +1,183 @@
+"""Calibration: the cost model that explains the step times of a recorded run.
+
+Times of steps are measured on a machine that does other things too. So the fit is a least-squares fit of *relative*
+errors (a step of 2 ms counts as much as one of 200 ms), costs are never negative, and steps that took far longer than
+everything else says they should (the first ones, or those in which the machine was busy elsewhere) are left out and
+counted. How good it is is said by steps that had no part in the fit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from contbatch.blocks import blocks_needed
+from contbatch.errors import TraceError
+from contbatch.metrics import percentile
+from contbatch.simulator import CostModel
+from contbatch.trace import StepRecord, Trace
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+TERMS = tuple(field.name for field in fields(CostModel))
+FEWEST_STEPS = 20
+ROUNDS = 4
+"""Times that the fit is repeated without the outliers of the last one."""
+OUTLIER = 4.0
+"""A step is left out of the fit if its error is so many times the median error."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted cost model, and how well it predicts steps that it has not seen.
+
+    Args:
+        cost: the fitted costs.
+        unseen: costs that this run says nothing about, because it had no such work; they are 0.
+        num_fitted, num_left_out, num_held_out: steps used for the fit, steps left out as outliers, steps kept aside.
+        median_error, p90_error: absolute relative error of the predicted time of the steps kept aside.
+        predicted_seconds, measured_seconds: their times, added up.
+    """
+
+    cost: CostModel
+    unseen: tuple[str, ...]
+    num_fitted: int
+    num_left_out: int
+    num_held_out: int
+    median_error: float
+    p90_error: float
+    predicted_seconds: float
+    measured_seconds: float
+
+
+def calibrate(trace: Trace, held_out: float = 0.25, seed: int = 0) -> Calibration:
+    """Fit a cost model to a run that was recorded on a real clock.
+
+    Args:
+        trace: the run.
+        held_out: share of the steps that is kept aside to judge the fit.
+        seed: chooses them.
+
+    Raises:
+        TraceError: too few steps took any time.
+    """
+    import numpy as np
+
+    rows = [(features, seconds) for features, seconds in _measured(trace) if seconds > 0]
+    if len(rows) < FEWEST_STEPS:
+        raise TraceError(f"{len(rows)} steps of the trace took time; record a run of at least {FEWEST_STEPS} steps")
+    random.Random(seed).shuffle(rows)
+    cut = max(1, int(len(rows) * held_out))
+    work = np.array([features for features, _ in rows], dtype=float)
+    times = np.array([seconds for _, seconds in rows])
+    costs, used = _robust_fit(work[cut:], times[cut:])
+    predicted = work[:cut] @ costs
+    errors = np.abs(predicted / times[:cut] - 1).tolist()
+    return Calibration(
+        CostModel(*costs.tolist()),
+        tuple(name for name, column in zip(TERMS, work.T, strict=True) if not column.any()),
+        used,
+        len(rows) - cut - used,
+        cut,
+        percentile(errors, 50) or 0.0,
+        percentile(errors, 90) or 0.0,
+        float(predicted.sum()),
+        float(times[:cut].sum()),
+    )
+
+
+def _measured(trace: Trace) -> list[tuple[tuple[int, ...], float]]:
+    """For each step the amounts of work that the terms price, and the seconds that it took."""
+    block_size = int(trace.config.get("block_size", 16))
+    computed: dict[str, int] = {}
+    rows: list[tuple[tuple[int, ...], float]] = []
+    for step in trace.steps:
+        moved = sum(blocks_needed(computed.get(name, 0), block_size) for name in (*step.swapped_out, *step.swapped_in))
+        rows.append(((1, *_work(step), moved), step.duration))
+        ends = zip(step.request_ids, step.starts, step.counts, strict=True)
+        computed.update((name, start + tokens) for name, start, tokens in ends)
+    return rows
+
+
+def _work(step: StepRecord) -> tuple[int, int, int]:
+    """(prefill tokens, decode rows, cached tokens read)."""
+    return step.prefill_tokens, step.kinds.count("D"), sum(step.starts)
+
+
+def _robust_fit(work: Floats, times: Floats) -> tuple[Floats, int]:
+    """Costs, and how many steps were used in the end."""
+    import numpy as np
+
+    used = np.ones(len(times), dtype=bool)
+    for _ in range(ROUNDS):
+        costs = _nonnegative(work[used] / times[used, None])
+        errors = np.abs(work @ costs / times - 1)
+        used = errors <= OUTLIER * max(float(np.median(errors)), 1e-6)
+    return _nonnegative(work[used] / times[used, None]), int(used.sum())
+
+
+def _nonnegative(rows: Floats) -> Floats:
+    """The costs x >= 0 for which rows @ x is nearest to 1: drop the most negative one until none is."""
+    import numpy as np
+
+    scale = np.abs(rows).max(axis=0)
+    active = [column for column in range(rows.shape[1]) if scale[column] > 0]
+    costs = np.zeros(rows.shape[1])
+    while active:
+        fitted = np.linalg.lstsq(rows[:, active] / scale[active], np.ones(len(rows)), rcond=None)[0] / scale[active]
+        if fitted.min() >= 0:
+            costs[active] = fitted
+            break
+        active.pop(int(fitted.argmin()))
+    return costs
+
+
+def varied_run(model: str = "pocket", device: str = "cpu", requests: int = 96, seed: int = 0) -> Trace:
+    """A real run made to be calibrated with: prompts and outputs of all lengths, few and many at once, and swapping.
+
+    Args:
+        model, device: as in `Engine.load`.
+        requests: how many are served.
+        seed: draws their lengths.
+    """
+    from contbatch.engine import Engine
+    from contbatch.request import SamplingParams
+    from contbatch.workload import drive, log_uniform, poisson
+
+    engine = Engine.load(
+        model,
+        device=device,
+        max_num_seqs=12,
+        max_num_batched_tokens=128,
+        num_blocks=40,
+        block_size=8,
+        enable_prefix_caching=False,
+        preemption_mode="swap",
+        num_host_blocks=64,
+    )
+    longest = min(160, engine.config.max_model_len - 65)
+    vocabulary = engine.executor.vocab_size or 1000
+    workload = log_uniform(requests, prompt=(4, longest), output=(4, 64), seed=seed, vocab_size=vocabulary)
+    return drive(engine, poisson(workload, rate=0.25), SamplingParams(ignore_eos=True))
+
+
+def lines(calibration: Calibration) -> Sequence[tuple[str, str]]:
+    """The result as rows of two texts."""
+    notes = dict.fromkeys(calibration.unseen, " (no such work in this run)")
+    costs = [(name, f"{getattr(calibration.cost, name) * 1e6:,.2f} us{notes.get(name, '')}") for name in TERMS]
+    return [
+        *costs,
+        ("steps fitted", f"{calibration.num_fitted} ({calibration.num_left_out} more were outliers)"),
+        ("steps kept aside", str(calibration.num_held_out)),
+        ("error there", f"median {calibration.median_error:.1%}, 90th percentile {calibration.p90_error:.1%}"),
+        (
+            "their time",
+            f"predicted {calibration.predicted_seconds:.3f} s, measured {calibration.measured_seconds:.3f} s",
+        ),
+    ]
