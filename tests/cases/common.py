@@ -82,7 +82,9 @@ def block_tables(trace: Trace) -> Iterator[tuple[StepRecord, Mapping[str, list[i
     tables: dict[str, list[int]] = {}
     for record in trace.steps:
         for name in list(tables):
-            if name in record.preempted or (name in trace.finished and trace.finished[name].step <= record.step):
+            if name in (*record.preempted, *record.swapped_out) or (
+                name in trace.finished and trace.finished[name].step <= record.step
+            ):
                 del tables[name]
         for name, blocks in record.new_blocks.items():
             tables.setdefault(name, []).extend(blocks)
