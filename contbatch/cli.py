@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from contbatch import __version__
-from contbatch.commands import calibrate, demo, doctor, lab, models, notebooks, verify
+from contbatch.commands import calibrate, demo, doctor, lab, models, notebooks, policies, verify
 from contbatch.errors import ContbatchError
 
 USAGE_ERROR = 2
@@ -33,6 +33,7 @@ app.command()(lab.lab)
 app.command()(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.command()(verify.verify)
+app.command()(policies.policies)
 app.command()(calibrate.calibrate)
 app.add_typer(notebooks.app, name="notebooks")
 

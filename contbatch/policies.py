@@ -301,8 +301,7 @@ class AgedPriority(Policy):
         """Make room for the most urgent one that waits, serve those who run, then admit."""
         self._make_room(step)
         self.grant_or_preempt(step)
-        if step.waiting and step.waiting.head not in step.victims:
-            _admit_in_order(step, fit_whole=True, spare=step.config.watermark_blocks)
+        _admit_in_order(step, fit_whole=True, spare=step.config.watermark_blocks)
 
     def _make_room(self, step: Step) -> None:
         """Preempt less urgent requests, the least urgent first, if the head of the queue gets to run by it."""
@@ -516,7 +515,8 @@ def _admit_in_order(
     """Admit from the head of the queue while there are seats, tokens and blocks; nobody overtakes."""
     seats = step.config.max_num_seqs if seats is None else seats
     while step.waiting and len(step.running) < seats and step.tokens_left(step.waiting.head):
-        if not _admit(step, step.waiting.head, fit_whole, hold_whole, spare, at_most):
+        head = step.waiting.head
+        if head in step.victims or not _admit(step, head, fit_whole, hold_whole, spare, at_most):
             return
 
 

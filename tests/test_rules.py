@@ -18,7 +18,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from contbatch.batch import ScheduledBatch
 from contbatch.engine import Engine, TokenEvent
@@ -119,12 +126,12 @@ def rule_10_metrics_are_consistent(engine: Engine) -> None:
 
 
 class AnyTraffic(RuleBasedStateMachine):
-    """An engine under random traffic."""
+    """An engine under random traffic and one policy."""
 
     engine: Engine
+    policy: str
 
     @initialize(
-        policy=st.sampled_from(sorted(NAMED)),
         pool=st.integers(4, 16),
         bs=st.sampled_from([1, 2, 4]),
         budget=st.integers(1, 16),
@@ -136,7 +143,7 @@ class AnyTraffic(RuleBasedStateMachine):
         host=st.sampled_from([None, 0, 2, 30]),
         queue=st.sampled_from([None, None, 4]),
     )
-    def begin(self, policy: str, host: int | None, queue: int | None, **limits: Any) -> None:
+    def begin(self, host: int | None, queue: int | None, **limits: Any) -> None:
         """Any policy, any limits."""
         self.fail_next = 0
         self.clients: dict[str, Client] = {}
@@ -148,7 +155,7 @@ class AnyTraffic(RuleBasedStateMachine):
         if host is not None:
             setting = replace(setting, preemption_mode="swap", num_host_blocks=host)
         self.toy = Toy(setting.num_blocks, setting.block_size, eos_token_ids=[3, 5, 8, 13], before=self.before)
-        self.engine = Engine(self.toy, setting, NAMED[policy](), Bytes(), clock=Ticks())
+        self.engine = Engine(self.toy, setting, NAMED[self.policy](), Bytes(), clock=Ticks())
 
     def before(self, _: ScheduledBatch) -> None:
         """Fails as often as was asked for."""
@@ -316,8 +323,11 @@ class AnyTraffic(RuleBasedStateMachine):
         assert_empty(self.engine)
 
 
-TestAnyTraffic = AnyTraffic.TestCase
-TestAnyTraffic.settings = settings(max_examples=80, stateful_step_count=40)
+@pytest.mark.parametrize("policy", sorted(NAMED))
+def test_any_traffic_keeps_all_rules(policy: str) -> None:
+    """Random traffic, tiny pools, failures and aborts: all rules hold after every step."""
+    machine = type(f"Traffic under {policy}", (AnyTraffic,), {"policy": policy})
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40))
 
 
 # Rule 4 is in test_scheduler.py (refusals).

@@ -171,3 +171,13 @@ def test_b070_a_far_more_urgent_request_is_answered_before_all_that_wait() -> No
     first = {name: request.steps.tokens[0] for name, request in summarise(engine.trace).requests.items()}
     assert first["urgent"] == 2 < min(first["r4"], first["r5"]), "in the very next step"
     assert_alone(toy, engine.completions, sampling)
+
+
+@pytest.mark.parametrize(
+    ("length", "victims"), [(16, {"low", "lower"}), (9, {"low", "lower"}), (8, {"lower"}), (4, set())]
+)
+def test_b072_an_urgent_request_evicts_no_more_than_it_needs_and_no_equal(length: int, victims: set[str]) -> None:
+    engine = urgent_arrives(length)
+    step = engine.trace.steps[-1]
+    assert set(step.preempted) == victims and step.admitted == ["urgent"] and "equal" in step.request_ids
+    drive(engine)
