@@ -55,8 +55,8 @@ RECORDED = [
         "60 steps, gap 1",
         "480 steps, 5,551 tokens, 31 preemptions",
         "Three faults of the original are not copied: a decode asks for a free block even if its last block has "
-        "room, a victim is reset only after the step and can be admitted again in the same one, and `max_tokens` counts from "
-        "zero after a preemption, so too much is generated.",
+        "room, a victim is reset only after the step and can be admitted again in the same one, and `max_tokens` "
+        "counts from zero after a preemption, so too much is generated.",
     ),
     Recorded(
         "Orca", "sarathi-serve 96f9911, orca", "260 steps, gap 1", "960 steps, 1,464 tokens, 0 preemptions", "none here"
@@ -176,7 +176,8 @@ own: `contbatch policies FILE.json`.
 
 Both are in [`tests/golden/workloads.json`](../tests/golden/workloads.json). *Stall*: eight requests decode when a
 prompt of 2,000 tokens arrives; the budget is 256 tokens a step. Does it stall them? *Squeeze*: eight requests of
-64 + 120 tokens share a pool of 40 blocks of 16, which holds less than half of them at their end. What is computed twice?
+64 + 120 tokens share a pool of 40 blocks of 16, which holds less than half of them at their end. What is computed
+twice?
 
 A gap is the number of steps between two neighbouring tokens of a request, the time that it was preempted included; 1 is
 a token in every step. *Work of others* is what was computed for other requests within the worst gap, which is what the
