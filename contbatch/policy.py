@@ -19,7 +19,22 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """A scheduling policy."""
+    """A scheduling policy: subclass it and write `schedule`.
+
+    A complete one, first come, first served with prompts cut to what is left of the budget:
+
+        class Simple(Policy):
+            def schedule(self, step):
+                self.grant_or_preempt(step)  # everybody who runs; the newest goes when blocks run out
+                while step.waiting and step.seats_left and not step.victims:
+                    request = step.waiting.head
+                    num_tokens = min(request.owed, step.tokens_left(request))
+                    if not num_tokens or not step.admit(request, num_tokens):
+                        break  # no tokens or no blocks left
+
+    `queue_key` may be given, as a method too, to order the queue: `def queue_key(self, request): return (number,)`.
+    A request's key may not change while it waits.
+    """
 
     queue_key: QueueKey | None = None
     """Orders the waiting queue, smallest first, by a tuple of numbers; None is first come, first served."""

@@ -58,9 +58,27 @@ class _Undo:
 class Step:
     """One iteration while a policy decides it: what there is, and the verbs to decide with.
 
-    Reads: `running` (in admission order), `waiting` (in queue order), `config`, `budget`, `seats_left`,
-    `free_blocks`, `victims`, `grants`, `was_granted`, `tokens_left`. Verbs: `cached_prefix`, `grant`,
-    `grant_running`, `admit`, `take_back`, `preempt`, `skip`.
+    To read:
+
+    - `running`: running requests in admission order. Preempting changes it: take a copy before a loop that does.
+    - `waiting`: the queue. `waiting.head` is next, `len(waiting)` how many; it can be looped over.
+    - `victims`: requests preempted in this step. They cannot be admitted in it.
+    - `seats_left`, `free_blocks`: how many more requests may run, how many blocks can be handed out.
+    - `budget`: what is left of the tokens of this step: `remaining_prefill`, `remaining_decode`, `is_exhausted`; or
+      `tokens_left(request)` for whichever of the two concerns a request.
+    - `config`: the limits, a `SchedulerConfig`.
+    - `was_granted(request)`, `grants`: who got tokens in this step; `freed_by(requests)`: what preempting them frees.
+
+    To decide with: `grant` and `grant_running` (tokens for those who run), `admit` (a waiting request starts to run),
+    `preempt` (a running one goes back to the queue), `take_back` (undo a grant), `skip` (say why somebody gets
+    nothing; without it the head of the queue gets a reason anyway). `cached_prefix` asks the prefix cache. A verb that
+    returns False has changed nothing: blocks are missing. A verb that breaks a rule raises `PolicyError`.
+
+    A request in here is read and never written. The most useful of its fields: `owed` (tokens that it could be granted
+    now: the rest of its prompt, or 1 while it decodes), `is_prefilling`, `token_ids` (prompt and output so far),
+    `num_prompt_tokens`, `num_output_tokens`, `max_tokens`, `num_computed_tokens` (in the cache), `block_table`,
+    `num_preemptions`, `index` (order of arrival), `arrival_step`, and `request` (what was asked: `priority`, `client`,
+    `arrival_time`).
     """
 
     def __init__(self, scheduler: Scheduler, budget: TokenBudget) -> None:
@@ -69,9 +87,7 @@ class Step:
         self.config = scheduler.config
         self.budget = budget
         self.running: Sequence[RunningRequest] = scheduler.running
-        """Running requests in admission order. Preempting changes it: take a copy before a loop that does."""
         self.waiting: WaitingQueue = scheduler.waiting
-        """Waiting requests; `waiting.head` is next."""
         self.grants = Grants()
         """What was granted in this step, in columns."""
         self.victims: list[RunningRequest] = []
