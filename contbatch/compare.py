@@ -15,7 +15,7 @@ from contbatch.executor import ScriptedExecutor
 from contbatch.metrics import RequestMetrics, summarise
 from contbatch.policies import policy_by_name
 from contbatch.policy import Policy
-from contbatch.trace import Trace
+from contbatch.trace import StepRecord, Trace
 from contbatch.workload import Workload, drive
 
 
@@ -27,7 +27,7 @@ class Comparison:
         policy: its name.
         steps: from the first request to the last token.
         worst_gap: most steps between two neighbouring tokens of a request, time preempted included.
-        work_in_gap: most tokens computed for others between two neighbouring tokens of a request.
+        work_in_gap: tokens computed for others in that gap, up to the step that ends it; of equal gaps the most.
         computed: tokens computed.
         ideal: tokens that have to be computed once: prompts and outputs without the last token of each.
         preemptions: how often a request lost its blocks.
@@ -67,11 +67,12 @@ def _run(workload: Workload, policy: str | Policy, config: SchedulerConfig) -> C
     trace = drive(Engine(ScriptedExecutor(), config, policy), workload)
     metrics = summarise(trace)
     requests = list(metrics.requests.values())
+    worst_gap, work_in_gap = _worst_gap(trace, requests)
     return Comparison(
         policy.name,
         metrics.num_steps,
-        int(max((r.steps.longest_gap or 0 for r in requests), default=0)),
-        max((_work_of_others(trace, r) for r in requests), default=0),
+        worst_gap,
+        work_in_gap,
         metrics.computed_tokens,
         sum(r.num_prompt_tokens + r.num_output_tokens - 1 for r in requests),
         metrics.preemptions,
@@ -79,16 +80,26 @@ def _run(workload: Workload, policy: str | Policy, config: SchedulerConfig) -> C
     )
 
 
-def _work_of_others(trace: Trace, request: RequestMetrics) -> int:
-    """Most tokens computed for others between two tokens of `request`."""
-    most = 0
-    for earlier, later in pairwise(int(moment) for moment in request.steps.tokens):
-        steps = trace.steps[earlier:later]  # a token of step k comes at time k + 1
-        own = sum(
-            step.counts[step.request_ids.index(r)] for step in steps if (r := request.request_id) in step.request_ids
-        )
-        most = max(most, sum(step.num_tokens for step in steps) - own)
-    return most
+def _worst_gap(trace: Trace, requests: Iterable[RequestMetrics]) -> tuple[int, int]:
+    """The longest gap between two tokens of a request, in steps, and the work of others in it."""
+    gaps = [
+        (request.request_id, int(earlier), int(later))
+        for request in requests
+        for earlier, later in pairwise(request.steps.tokens)
+    ]
+    longest = max((later - earlier for _, earlier, later in gaps), default=0)
+    # A token of step k comes at time k + 1, so these are the steps after that of the earlier token.
+    work = [_work_of_others(trace.steps[a:b], request_id) for request_id, a, b in gaps if b - a == longest]
+    return longest, max(work, default=0)
+
+
+def _work_of_others(steps: Iterable[StepRecord], request_id: str) -> int:
+    return sum(
+        count
+        for step in steps
+        for other, count in zip(step.request_ids, step.counts, strict=True)
+        if other != request_id
+    )
 
 
 def table(comparisons: Iterable[Comparison]) -> list[list[str]]:
@@ -97,7 +108,7 @@ def table(comparisons: Iterable[Comparison]) -> list[list[str]]:
         "policy",
         "steps",
         "worst gap (steps)",
-        "work of others in a gap (tokens)",
+        "work of others in it (tokens)",
         "tokens computed",
         "preemptions",
     ]
