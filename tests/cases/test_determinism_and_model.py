@@ -183,7 +183,7 @@ def test_b180_neighbours_of_any_length_change_no_logit() -> None:
     for lengths in ([3], [3, 3], [3, 5], [3, 50], [3, 3, 5, 50]):
         run = Sequences(model(), 4, [tokens(length + 1, index) for index, length in enumerate(lengths)])
         prefill = run.step(dict(enumerate(lengths)))
-        decode = run.step({index: 1 for index in range(len(lengths))})
+        decode = run.step(dict.fromkeys(range(len(lengths)), 1))
         results.append(np.stack([prefill[0], decode[0]]))
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=0, atol=TOLERANCE)
