@@ -34,7 +34,7 @@ from contbatch.policy import Policy
 from contbatch.request import FinishReason, PreemptionMode, Priority, Request, RequestStatus, SamplingParams
 from contbatch.scheduler import Scheduler
 from contbatch.simulator import CostModel, SimulatedExecutor
-from contbatch.step import Step
+from contbatch.step import PrefixHit, Step
 from contbatch.trace import StepRecord, Trace
 from contbatch.workload import Workload, WorkloadRequest, drive
 
@@ -67,6 +67,7 @@ __all__ = [
     "PreemptionMode",
     "PrefillDecodeBudget",
     "PrefillTask",
+    "PrefixHit",
     "Priority",
     "Request",
     "RequestMetrics",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from contbatch.blocks import blocks_needed
-from contbatch.errors import TraceError
+from contbatch.errors import InvalidConfig, TraceError
 from contbatch.metrics import percentile
 from contbatch.simulator import CostModel
 from contbatch.trace import StepRecord, Trace
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 TERMS = tuple(field.name for field in fields(CostModel))
 FEWEST_STEPS = 20
+SHORTEST = 1e-9
+"""Seconds: a shorter step was not measured."""
 ROUNDS = 4
 """Times that the fit is repeated without the outliers of the last one."""
 OUTLIER = 4.0
@@ -65,11 +67,14 @@ def calibrate(trace: Trace, held_out: float = 0.25, seed: int = 0) -> Calibratio
         seed: chooses them.
 
     Raises:
-        TraceError: too few steps took any time.
+        TraceError: too few steps took any time, or the trace does not say how large its blocks are.
+        InvalidConfig: `held_out` is no share.
     """
     import numpy as np
 
-    rows = [(features, seconds) for features, seconds in _measured(trace) if seconds > 0]
+    if not 0 < held_out < 1:
+        raise InvalidConfig(f"held_out is {held_out!r}; use a share above 0 and below 1")
+    rows = [(features, seconds) for features, seconds in _measured(trace) if seconds > SHORTEST]
     if len(rows) < FEWEST_STEPS:
         raise TraceError(f"{len(rows)} steps of the trace took time; record a run of at least {FEWEST_STEPS} steps")
     random.Random(seed).shuffle(rows)
@@ -94,7 +99,9 @@ def calibrate(trace: Trace, held_out: float = 0.25, seed: int = 0) -> Calibratio
 
 def _measured(trace: Trace) -> list[tuple[tuple[int, ...], float]]:
     """For each step the amounts of work that the terms price, and the seconds that it took."""
-    block_size = int(trace.config.get("block_size", 16))
+    block_size = trace.config.get("block_size", 16)
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise TraceError(f"block_size of the trace is {block_size!r}; record the run again")
     computed: dict[str, int] = {}
     rows: list[tuple[tuple[int, ...], float]] = []
     for step in trace.steps:

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from contbatch.config import SchedulerConfig
 from contbatch.engine import Engine
+from contbatch.errors import InvalidConfig
 from contbatch.executor import ScriptedExecutor
 from contbatch.metrics import RequestMetrics, summarise
 from contbatch.policies import policy_by_name
@@ -46,7 +47,7 @@ class Comparison:
     @property
     def excess(self) -> float:
         """Share of tokens computed beyond the ideal."""
-        return self.computed / self.ideal - 1
+        return self.computed / self.ideal - 1 if self.ideal else 0.0
 
 
 def compare(
@@ -58,11 +59,16 @@ def compare(
         workload: what arrives.
         policies: names, or policies that have not been used.
         config: limits; None takes those of the workload, or the defaults.
+
+    Raises:
+        InvalidConfig: requests arrive by the second.
     """
     return [_run(workload, policy, config or workload.config or SchedulerConfig()) for policy in policies]
 
 
 def _run(workload: Workload, policy: str | Policy, config: SchedulerConfig) -> Comparison:
+    if any(request.arrival_time is not None for request in workload.requests):
+        raise InvalidConfig("the workload arrives by the second, and a comparison counts steps; give arrival_step")
     policy = policy_by_name(policy) if isinstance(policy, str) else policy
     trace = drive(Engine(ScriptedExecutor(), config, policy), workload)
     metrics = summarise(trace)

@@ -25,7 +25,7 @@ from contbatch.executor import Executor
 from contbatch.plan import Grants, IterationPlan
 from contbatch.policies import policy_by_name
 from contbatch.policy import Policy
-from contbatch.request import FinishReason, Priority, Request, RunningRequest, SamplingParams
+from contbatch.request import LARGEST, FinishReason, Priority, Request, RunningRequest, SamplingParams
 from contbatch.scheduler import Output, Scheduler
 from contbatch.trace import FinishRecord, RequestRecord, StepRecord, Trace, TraceFile
 
@@ -92,14 +92,6 @@ class _Client:
     is_silent: bool = False
     """True if its tokens give no text and nobody listens."""
 
-    def decode(self, take: Callable[[], str]) -> str:
-        """Text from the detokenizer; if the tokenizer raises, this request alone fails."""
-        try:
-            return take()
-        except Exception as error:
-            self.error = self.error or error
-            return ""
-
 
 class Engine:
     """Serves many requests at once.
@@ -158,6 +150,9 @@ class Engine:
         """How many kinds of copies (out, in) of that plan were made."""
         self._deadlines: list[tuple[float, int, RunningRequest]] = []
         self._in_step = False
+        self._closed = False
+        self._half_done = False
+        """True while an interrupt would leave the books of a step half written."""
         self._deferred_aborts: list[RunningRequest] = []
         """Requests to abort at the end of the running step."""
         self._interrupt: BaseException | None = None
@@ -165,6 +160,8 @@ class Engine:
         self._next_step = 0
         """First step that a request added now can be part of."""
         self._num_ids = 0
+        self._given_ids: set[str] = set()
+        """Ids that callers gave, where the trace forgets them."""
 
     @classmethod
     def load(
@@ -235,6 +232,7 @@ class Engine:
         Raises:
             InvalidRequest: and its kinds; nothing else is affected.
         """
+        self._check_usable()
         sampling = self._seeded(sampling or SamplingParams())
         arrived = self.now() if arrival_time is None else arrival_time
         request = Request(
@@ -250,6 +248,8 @@ class Engine:
         name = request.request_id
         if name in self._clients:
             raise DuplicateRequest(f"request id {name!r} is in use by an unfinished request; use another id")
+        if name in self._given_ids:
+            raise DuplicateRequest(f"request id {name!r} was used before in this recorded run; use another id")
         record = self.scheduler.add(request)
         detokenizer = IncrementalDetokenizer(self.tokenizer, sampling.stop_strings)
         is_silent = on_event is None and self.tokenizer is None
@@ -259,6 +259,8 @@ class Engine:
             heapq.heappush(self._deadlines, (request.deadline, record.index, record))
         if name in self.trace.requests:
             self._free_name(name)
+        if request_id is not None and not self._keeps:
+            self._given_ids.add(name)
         self.trace.requests[name] = self._request_record(record)
         return name
 
@@ -272,7 +274,7 @@ class Engine:
         while True:
             request_id = f"r{self._num_ids}"
             self._num_ids += 1
-            if request_id not in self.trace.requests:
+            if request_id not in self.trace.requests and request_id not in self._given_ids:
                 return request_id
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
@@ -340,18 +342,24 @@ class Engine:
         """
         if self._in_step:
             raise StepFailed("step was called from inside a step; let the running step return first")
-        events = self._end_expired()
-        if not self.has_unfinished:
-            self.scheduler.report_policy_fault()
-            return events
-        self._in_step = True
+        self._check_usable()
         try:
-            events += self._step()
+            self._in_step = True
+            events = self._end_expired()
+            if self.has_unfinished:
+                events += self._step()
         finally:
             self._end_deferred()
             self._in_step = False
         self._raise_interrupt()
+        self.scheduler.report_policy_fault()
         return events
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise StepFailed("this engine is closed; make a new one")
+        if self._half_done:
+            raise StepFailed("this engine was interrupted in the middle of its bookkeeping; make a new one")
 
     def _end_expired(self) -> list[TokenEvent]:
         """Abort the requests whose deadline has passed."""
@@ -360,6 +368,8 @@ class Engine:
             deadline, _, request = heapq.heappop(self._deadlines)
             if not self._has_ended(request):
                 self._drop_pending()
+                if self._has_ended(request):
+                    continue
                 waited = deadline - request.request.arrival_time
                 self._clients[request.request_id].error = DeadlineExceeded(
                     f"request {request.request_id!r} had {request.num_output_tokens} of {request.max_tokens} tokens "
@@ -374,11 +384,31 @@ class Engine:
     def _step(self) -> list[TokenEvent]:
         start = self.now()
         if self._pending is None:
-            self._pending, self._moves_done = self.scheduler.plan(), 0
+            self._pending, self._moves_done = self._plan(), 0
         plan = self._pending
         self._next_step = self.trace.num_steps + 1
         sampled = self._execute(plan)
         record = self.record(plan, start)
+        self._half_done = True  # until here an interrupt leaves a plan that is run again
+        events = self._commit(plan, sampled, record)
+        self._half_done = False
+        return events
+
+    def _plan(self) -> IterationPlan:
+        self._half_done = True
+        try:
+            plan = self.scheduler.plan()
+        except BaseException:
+            self.scheduler.check()  # the plan was undone; if not, the engine is of no use any more
+            self._half_done = False
+            raise
+        self._half_done = False
+        return plan
+
+    def _commit(
+        self, plan: IterationPlan, sampled: Mapping[str, int | Exception], record: StepRecord
+    ) -> list[TokenEvent]:
+        """Count what was computed, tell everybody, and record it."""
         outputs = self.scheduler.commit(plan, sampled)
         self._pending = None
         self.trace.add_step(record)
@@ -481,7 +511,7 @@ class Engine:
             return [self._end(request, reason or FinishReason.ERROR, record)]
         text = ""
         if reason not in (FinishReason.EOS, FinishReason.STOP):
-            text = client.decode(lambda: client.detokenizer.feed(token))
+            text = self._text(client, lambda: client.detokenizer.feed(token))
         if client.detokenizer.stopped:
             reason = FinishReason.STOP
         if reason is not None or client.error is not None:
@@ -491,6 +521,16 @@ class Engine:
         if client.error is not None:
             return [event, self._end(request, FinishReason.ERROR, record)]
         return [event]
+
+    def _text(self, client: _Client, take: Callable[[], str]) -> str:
+        """Text from the detokenizer; if the tokenizer raises, this request alone fails."""
+        try:
+            return take()
+        except Exception as error:
+            client.error = client.error or error
+        except BaseException as interrupt:  # the step is completed first, as in `_notify`
+            self._interrupt = interrupt
+        return ""
 
     def _notify(self, client: _Client, event: TokenEvent) -> None:
         if client.events is not None:
@@ -517,7 +557,7 @@ class Engine:
             self.scheduler.finish(request, reason)
         client = self._clients.pop(name)
         del self._sampling[name]
-        text += client.decode(client.detokenizer.flush)
+        text += self._text(client, client.detokenizer.flush)
         if client.error is not None and reason is not FinishReason.ABORT:
             reason = FinishReason.ERROR
         elif client.detokenizer.stopped and reason is FinishReason.LENGTH:
@@ -545,9 +585,16 @@ class Engine:
         return event
 
     def close(self) -> None:
-        """End the run: abort what is unfinished and complete the trace file, if there is one."""
+        """End the run: abort what is unfinished and complete the trace file, if there is one.
+
+        Raises:
+            StepFailed: called from inside a step.
+        """
+        if self._in_step:
+            raise StepFailed("close was called from inside a step; let the running step return first")
         self.abort_all()
         self.trace.close()
+        self._closed = True
 
     # Ways to drive the loop
 
@@ -620,10 +667,10 @@ class Engine:
 
 
 def _deadline(arrived: float, timeout: float | None) -> float | None:
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise InvalidRequest(f"timeout is {timeout!r}; use a number of seconds above 0, or None")
+    if timeout is None or not isinstance(arrived, int | float) or abs(arrived) >= LARGEST:
+        return None  # `Request` says what is wrong with an arrival time
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < LARGEST:
+        raise InvalidRequest(f"timeout is {timeout!r}; use a number of seconds above 0 (below 1e15), or None")
     return arrived + timeout
 
 
@@ -640,6 +687,9 @@ class TokenStream(Iterator[TokenEvent]):
         if self._ended:
             raise StopIteration
         while not self._events:
+            if not self._engine.has_unfinished:
+                self._ended = True
+                raise StopIteration
             self._engine.step()
         event = self._events.popleft()
         if event.finish_reason is not None:

@@ -83,6 +83,9 @@ class Grants:
     counts: list[int] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
 
+    def __len__(self) -> int:
+        return len(self.requests)
+
     def add(self, request: RunningRequest, count: int, kind: str) -> None:
         """Append one grant; the tokens start where the computed ones end."""
         self.requests.append(request)

@@ -18,7 +18,7 @@ from contbatch.errors import InvalidConfig, UnknownName
 from contbatch.plan import BlockReason
 from contbatch.policy import Policy
 from contbatch.request import RequestStatus, RunningRequest
-from contbatch.step import PrefixHit, Step
+from contbatch.step import Step
 
 
 class VllmV1(Policy):
@@ -158,7 +158,7 @@ class NanoVllm(Policy):
         """Prefill what is possible; decode only if there was nothing to prefill."""
         self.grant_or_preempt(step, decodes=False)
         self._admit_whole_prompts(step)
-        if not step.grants.requests:
+        if not step.grants:
             self.grant_or_preempt(step, decodes=True)
 
     def _admit_whole_prompts(self, step: Step) -> None:
@@ -166,10 +166,10 @@ class NanoVllm(Policy):
             request = step.waiting.head
             hit = step.cached_prefix(request)
             num_tokens = request.owed - hit.num_tokens
-            if num_tokens > left and step.grants.requests:
+            if num_tokens > left and step.grants:
                 return step.skip(request, BlockReason.BUDGET, num_tokens, left)
             if not step.admit(request, min(num_tokens, left), hit, hold=len(request.token_ids)):
-                return step.skip(request, BlockReason.BLOCKS, *_blocks_short(step, request, hit))
+                return
 
 
 class Orca(Policy):
@@ -200,8 +200,7 @@ class Orca(Policy):
             hit = step.cached_prefix(request)
             reserved = self.reserved_tokens(request, step.config)
             if not step.admit(request, request.owed - hit.num_tokens, hit, hold=reserved):
-                needed = blocks_needed(reserved, step.config.block_size)
-                return step.skip(request, BlockReason.BLOCKS, needed, step.free_blocks)
+                return
 
     def reserved_tokens(self, request: RunningRequest, config: SchedulerConfig) -> int:
         """Tokens to hold blocks for; never more than the whole pool."""
@@ -230,7 +229,7 @@ class PeakMemory(Policy):
             hit = step.cached_prefix(request)
             num_tokens = min(request.owed - hit.num_tokens, left)
             if not step.admit(request, num_tokens, hit, fit=len(request.token_ids)):
-                return step.skip(request, BlockReason.BLOCKS, *_blocks_short(step, request, hit))
+                return
 
     @staticmethod
     def peak_blocks(requests: Iterable[RunningRequest], block_size: int) -> int:
@@ -335,6 +334,7 @@ class FairShare(Policy):
         self.service: dict[str, float] = {}
         """Tokens computed for each client, weighted."""
         self._unfinished: Counter[str] = Counter()
+        self._granted: list[tuple[RunningRequest, int, float]] = []
 
     def on_add(self, request: RunningRequest) -> None:
         """A client that comes back from being idle is lifted to the least of the active ones."""
@@ -350,22 +350,34 @@ class FairShare(Policy):
 
     def schedule(self, step: Step) -> None:
         """Running first; then the next request of the client with the least service, again and again."""
+        self._charge()
         self.grant_or_preempt(step)
-        for request, count, kind in zip(step.grants.requests, step.grants.counts, step.grants.kinds, strict=True):
-            self.service[request.request.client] += count * (self.weight if kind == "D" else 1.0)
         if not step.victims and step.seats_left and not step.budget.is_exhausted:
             self._admit_fairly(step)
+        self._granted = [(r, r.num_computed_tokens + n, self._cost(n, kind)) for r, n, kind in step.grants]
+
+    def _cost(self, num_tokens: int, kind: str) -> float:
+        return num_tokens * (self.weight if kind == "D" else 1.0)
+
+    def _charge(self) -> None:
+        """Count what the last step granted, if it was computed: a step that failed and was given up costs nothing."""
+        for request, end, cost in self._granted:
+            if request.num_computed_tokens >= end:
+                self.service[request.request.client] += cost
 
     def _admit_fairly(self, step: Step) -> None:
+        service = dict(self.service)
+        for request, num_tokens, kind in step.grants:
+            service[request.request.client] += self._cost(num_tokens, kind)
         queues: dict[str, deque[RunningRequest]] = {}
         for request in step.waiting:
             queues.setdefault(request.request.client, deque()).append(request)
         while queues and step.seats_left and not step.budget.is_exhausted:
-            client = min(queues, key=lambda name: (self.service[name], queues[name][0].index))
+            client = min(queues, key=lambda name: (service[name], queues[name][0].index))
             request = queues[client].popleft()
             if not _admit(step, request, fit_whole=True, spare=step.config.watermark_blocks):
                 return
-            self.service[client] += step.grants.counts[-1]
+            service[client] += step.grants[-1][1]
             if not queues[client]:
                 del queues[client]
 
@@ -404,7 +416,7 @@ class HfFifo(Policy):
     def schedule(self, step: Step) -> None:
         """Serve whom there is room for; then make some, at once if nobody was served."""
         starved = self._serve(step)
-        while self._offload(step, starved) and not step.grants.requests:
+        while self._offload(step, starved) and not step.grants:
             starved = self._serve(step)
 
     def _serve(self, step: Step) -> dict[RunningRequest, int]:
@@ -414,7 +426,7 @@ class HfFifo(Policy):
         reads_left = config.num_blocks * config.block_size
         for request in self.candidates(step):
             is_new = request.status is not RequestStatus.RUNNING
-            if not has_margin and step.grants.requests and request.is_prefilling:
+            if not has_margin and step.grants and request.is_prefilling:
                 break
             num_tokens = min(request.owed, step.tokens_left(request))
             if not num_tokens or reads_left <= 0 or (is_new and not step.seats_left):
@@ -544,10 +556,7 @@ def _admit(
         return False
     whole = len(request.token_ids)
     fit, hold = (whole if wanted else None for wanted in (fit_whole, hold_whole))
-    if step.admit(request, min(num_tokens, left), hit, hold, fit, spare if step.running else 0):
-        return True
-    step.skip(request, BlockReason.BLOCKS, *_blocks_short(step, request, hit))
-    return False
+    return step.admit(request, min(num_tokens, left), hit, hold, fit, spare if step.running else 0)
 
 
 def _waits_to_be_whole(step: Step, num_tokens: int, left: int) -> bool:
@@ -557,8 +566,3 @@ def _waits_to_be_whole(step: Step, num_tokens: int, left: int) -> bool:
     """
     whole = min(step.budget.max_prefill_tokens, step.budget.max_total_tokens)
     return left < num_tokens <= whole and not step.config.enable_chunked_prefill
-
-
-def _blocks_short(step: Step, request: RunningRequest, hit: PrefixHit) -> tuple[int, int]:
-    """(blocks needed for the rest of the sequence, blocks free)."""
-    return blocks_needed(len(request.token_ids) - hit.num_tokens, step.config.block_size), step.free_blocks

@@ -32,12 +32,12 @@ class Policy:
                     if not num_tokens or not step.admit(request, num_tokens):
                         break  # no tokens or no blocks left
 
-    `queue_key` may be given, as a method too, to order the queue: `def queue_key(self, request): return (number,)`.
-    A request's key may not change while it waits.
+    To order the queue, give `queue_key` a function, or write it as a method: `def queue_key(self, request)` returns a
+    number, or a tuple of numbers, and the smallest is first. A request's key may not change while it waits.
     """
 
     queue_key: QueueKey | None = None
-    """Orders the waiting queue, smallest first, by a tuple of numbers; None is first come, first served."""
+    """Orders the waiting queue, smallest first; None is first come, first served."""
 
     @property
     def name(self) -> str:
@@ -57,7 +57,11 @@ class Policy:
         return step.running[-1]
 
     def grant_or_preempt(self, step: Step, decodes: bool | None = None, at_most: int = UNLIMITED) -> None:
-        """`step.grant_running`, preempting the `victim` as often as blocks run out."""
+        """`step.grant_running`, preempting the `victim` as often as blocks run out.
+
+        A victim may have got tokens in this step already, or be the very request that needs the block. It goes to the
+        front of the queue.
+        """
         while step.grant_running(decodes, at_most) is not None:
             step.preempt(self.victim(step))
 

@@ -8,7 +8,6 @@ rest of it, a decoding request exactly one token, a preempted request everything
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, StrEnum
@@ -18,6 +17,10 @@ from contbatch.errors import InvalidRequest
 
 MAX_TOKEN_ID = 2**31 - 1
 """The largest token id that the arrays of a batch and the block hashes have room for."""
+
+
+LARGEST = 1e15
+"""Numbers are below this: as seconds, 30 million years."""
 
 
 class Priority(IntEnum):
@@ -130,7 +133,7 @@ def _integer(name: str, value: object, *, least: int, fix: str) -> None:
 
 
 def _number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
         raise InvalidRequest(f"{name} is {value!r}; use a finite number")
 
 
@@ -170,8 +173,13 @@ class Request:
                 raise InvalidRequest(f"{name}: prompt holds {token!r}; token ids are integers from 0 to {MAX_TOKEN_ID}")
         if not isinstance(self.sampling, SamplingParams):
             raise InvalidRequest(f"{name}: sampling is {self.sampling!r}; use SamplingParams(...)")
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            raise InvalidRequest(f"{name}: priority is {self.priority!r}; use an integer, lower is more urgent")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) >= 2**53:
+            shown = repr(self.priority) if not isinstance(self.priority, int) or abs(self.priority) < 2**64 else "huge"
+            raise InvalidRequest(
+                f"{name}: priority is {shown}; use an integer of at most 53 bits, lower is more urgent"
+            )
+        if not isinstance(self.client, str):
+            raise InvalidRequest(f"{name}: client is {self.client!r}; use a string")
         _number(f"{name}: arrival_time", self.arrival_time)
         if self.arrival_time < 0:
             raise InvalidRequest(f"{name}: arrival_time is {self.arrival_time}; use 0 or more seconds")

@@ -16,18 +16,20 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from contbatch.blocks import NO_PARENT, BlockKey, BlockPool, block_hash, blocks_needed
+from contbatch.budget import TokenBudget
 from contbatch.config import SchedulerConfig
 from contbatch.errors import (
     ContbatchError,
     DuplicateRequest,
     IntegrityError,
+    InvalidConfig,
     InvalidRequest,
     PolicyError,
     QueueFull,
     RequestTooLarge,
     SchedulerStalled,
 )
-from contbatch.plan import IterationPlan
+from contbatch.plan import Grants, IterationPlan
 from contbatch.policy import Policy
 from contbatch.request import MAX_TOKEN_ID, FinishReason, Request, RequestStatus, RunningRequest, SamplingParams
 from contbatch.step import Step
@@ -69,9 +71,11 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         vocab_size: int | None = None,
     ) -> None:
+        if isinstance(policy, type):
+            raise InvalidConfig(f"policy is the class {policy.__name__}; pass an instance, {policy.__name__}()")
         self.config = config
         self.policy = policy
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size = vocab_size
         self._num_token_ids = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
         self.pool = BlockPool(config.num_blocks, config.block_size)
@@ -86,7 +90,7 @@ class Scheduler:
         self._to_abort: set[str] = set()
         self._idle_steps = 0
         self._tokens_without_progress = 0
-        self._policy_fault: Exception | None = None
+        self._policy_fault: BaseException | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -124,18 +128,23 @@ class Scheduler:
 
     def _greet(self, record: RunningRequest) -> None:
         """Tell the policy of a new request; if it cannot cope with it, the request is not accepted."""
+        fault: BaseException | None
         fault, self.waiting.fault = self.waiting.fault, None
         try:
             if fault is None:
                 self.policy.on_add(record)
-        except Exception as error:
+        except BaseException as error:
             fault = error
-        if fault is not None:
+        if fault is None:
+            return
+        if self.requests.get(record.request_id) is record:
             self.waiting.remove(record)
             del self.requests[record.request_id]
-            raise PolicyError(
-                f"policy {self.policy.name} raised {fault!r} for request {record.request_id!r}, which was not added"
-            ) from fault
+        if not isinstance(fault, Exception):
+            raise fault
+        raise PolicyError(
+            f"policy {self.policy.name} raised {fault!r} for request {record.request_id!r}, which was not added"
+        ) from fault
 
     def _check_queue(self, request: Request) -> None:
         config, queued = self.config, len(self.waiting)
@@ -168,7 +177,7 @@ class Scheduler:
                 f"{name}: a prompt of {prompt} tokens leaves no room for output within max_model_len="
                 f"{config.max_model_len}; shorten the prompt or raise max_model_len"
             )
-        budget = self.policy.token_budget(config)
+        budget = self._budget()
         whole = min(budget.max_prefill_tokens, budget.max_total_tokens)
         if not config.enable_chunked_prefill and prompt > whole:
             raise RequestTooLarge(
@@ -223,7 +232,7 @@ class Scheduler:
         self._tokens_without_progress = 0
         try:
             self.policy.on_finish(request)
-        except Exception as error:  # the request has ended all the same; the next plan reports it
+        except BaseException as error:  # the request has ended all the same; it is reported afterwards
             self._policy_fault = error
 
     def release(self, request: RunningRequest) -> None:
@@ -252,19 +261,25 @@ class Scheduler:
             raise PolicyError("the last plan is neither committed nor rolled back; do one of them first")
         self.report_policy_fault()
         self._watch_thrashing()
-        budget = self._ask_policy(self.policy.token_budget, self.config)
+        budget = self._budget()
         budget.reset()
         step = Step(self, budget)
         try:
             self._ask_policy(self.policy.schedule, step)
+            plan = step.to_plan()
+            self._watch_idle(plan)
         except BaseException:  # an interrupt from the keyboard must not leave half a step behind either
             step.undo()
             raise
-        plan = step.to_plan()
-        self._watch_idle(plan)
         self._num_planned += 1
         self._planned = step
         return plan
+
+    def _budget(self) -> TokenBudget:
+        budget: object = self._ask_policy(self.policy.token_budget, self.config)
+        if not isinstance(budget, TokenBudget):
+            raise PolicyError(f"token_budget of policy {self.policy.name} gave {budget!r}; return a TokenBudget")
+        return budget
 
     def _ask_policy(self, hook: Callable[[Asked], Answer], argument: Asked) -> Answer:
         try:
@@ -286,12 +301,13 @@ class Scheduler:
             one entry for each request that got a token or ended.
         """
         step = self._take_planned(plan)
+        grants = plan.grants or Grants()
         for request in step.swapped_in:
             self.leave_host(request)
         outputs: list[Output] = []
         plain = partial(tuple.__new__, Output)  # half the cost of calling Output
         num_ids, to_abort, get = self._num_token_ids, self._to_abort, sampled.get
-        for request, count in zip(step.grants.requests, step.grants.counts, strict=True):
+        for request, count in zip(grants.requests, grants.counts, strict=True):
             request.num_in_flight = 0
             computed = request.num_computed_tokens = request.num_computed_tokens + count
             if computed > request.high_water:
@@ -329,7 +345,7 @@ class Scheduler:
 
     def _take_planned(self, plan: IterationPlan) -> Step:
         step = self._planned
-        if step is None or step.grants is not plan.grants:
+        if step is None or plan.grants is None or not step.made(plan):
             raise PolicyError("this plan is not the one that is in flight; commit each plan once")
         self._planned = None
         return step
@@ -372,6 +388,8 @@ class Scheduler:
         fault, self._policy_fault = self._policy_fault or self.waiting.fault, None
         if fault is not None:
             self.waiting.fault = None
+            if not isinstance(fault, Exception):
+                raise fault
             raise PolicyError(f"policy {self.policy.name} raised {fault!r} in on_finish or queue_key") from fault
 
     def _watch_idle(self, plan: IterationPlan) -> None:

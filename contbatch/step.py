@@ -23,7 +23,7 @@ from contbatch.errors import PolicyError
 from contbatch.plan import BlockReason, Grants, IterationPlan
 from contbatch.request import PreemptionMode, RequestStatus, RunningRequest
 from contbatch.trace import Blocked
-from contbatch.waiting import WaitingQueue
+from contbatch.waiting import QueueView
 
 if TYPE_CHECKING:
     from contbatch.scheduler import Scheduler
@@ -60,19 +60,22 @@ class Step:
 
     To read:
 
-    - `running`: running requests in admission order. Preempting changes it: take a copy before a loop that does.
+    - `running`: running requests in admission order, as they are now.
     - `waiting`: the queue. `waiting.head` is next, `len(waiting)` how many; it can be looped over.
     - `victims`: requests preempted in this step. They cannot be admitted in it.
     - `seats_left`, `free_blocks`: how many more requests may run, how many blocks can be handed out.
     - `budget`: what is left of the tokens of this step: `remaining_prefill`, `remaining_decode`, `is_exhausted`; or
       `tokens_left(request)` for whichever of the two concerns a request.
     - `config`: the limits, a `SchedulerConfig`.
-    - `was_granted(request)`, `grants`: who got tokens in this step; `freed_by(requests)`: what preempting them frees.
+    - `was_granted(request)`, `grants`: who got tokens in this step; `len(grants)`: how many requests did.
+      `freed_by(requests)`: the blocks that preempting them would free.
 
     To decide with: `grant` and `grant_running` (tokens for those who run), `admit` (a waiting request starts to run),
     `preempt` (a running one goes back to the queue), `take_back` (undo a grant), `skip` (say why somebody gets
-    nothing; without it the head of the queue gets a reason anyway). `cached_prefix` asks the prefix cache. A verb that
-    returns False has changed nothing: blocks are missing. A verb that breaks a rule raises `PolicyError`.
+    nothing; who was refused for blocks, and the head of the queue, get a reason anyway). `cached_prefix` asks the
+    prefix cache. A verb that returns False has changed nothing: blocks are missing. A verb that breaks a rule raises
+    `PolicyError`. The verbs do not look at `watermark`, `long_prefill_token_threshold` or `enable_chunked_prefill`: a
+    policy that wants to keep them does so itself.
 
     A request in here is read and never written. The most useful of its fields: `owed` (tokens that it could be granted
     now: the rest of its prompt, or 1 while it decodes), `is_prefilling`, `token_ids` (prompt and output so far),
@@ -86,10 +89,8 @@ class Step:
         self._pool = scheduler.pool
         self.config = scheduler.config
         self.budget = budget
-        self.running: Sequence[RunningRequest] = scheduler.running
-        self.waiting: WaitingQueue = scheduler.waiting
-        self.grants = Grants()
-        """What was granted in this step, in columns."""
+        self.waiting = QueueView(scheduler.waiting)
+        self._grants = Grants()
         self.victims: list[RunningRequest] = []
         """Requests preempted in this step."""
         self.swapped_in: list[RunningRequest] = []
@@ -105,6 +106,17 @@ class Step:
         self._is_over = False
 
     @property
+    def running(self) -> tuple[RunningRequest, ...]:
+        """Running requests as they are now, in admission order."""
+        return tuple(self._scheduler.running)
+
+    @property
+    def grants(self) -> list[tuple[RunningRequest, int, str]]:
+        """What was granted so far in this step: (request, tokens, kind), kind D for a decode, P or R for a prefill."""
+        granted = self._grants
+        return list(zip(granted.requests, granted.counts, granted.kinds, strict=True))
+
+    @property
     def free_blocks(self) -> int:
         """Blocks that could be handed out now."""
         return self._pool.num_free
@@ -112,7 +124,7 @@ class Step:
     @property
     def seats_left(self) -> int:
         """How many more requests may run."""
-        return self.config.max_num_seqs - len(self.running)
+        return self.config.max_num_seqs - len(self._scheduler.running)
 
     def was_granted(self, request: RunningRequest) -> bool:
         """True if the request already got tokens in this step."""
@@ -149,7 +161,7 @@ class Step:
         Args:
             request: a running request that got nothing yet in this step.
             num_tokens: 1 up to what it owes and the budget allows.
-            hold: hold blocks for this many tokens of its sequence instead of for the granted ones only.
+            hold: hold blocks for the first so many tokens of its sequence, not just for those computed and granted.
 
         Returns:
             False, and nothing changes, if the blocks are not there.
@@ -159,7 +171,8 @@ class Step:
         """
         self._check_request(request)
         if request.status is not RequestStatus.RUNNING:
-            raise PolicyError(f"grant to {request!r}, which is not running; admit it first")
+            fix = "it has to wait for another step" if request in self.victims else "admit it first"
+            raise PolicyError(f"grant to {request!r}, which is not running; {fix}")
         self._check_grant(request, num_tokens, request.owed, hold)
         return self._grant(request, num_tokens, hold or 0)
 
@@ -192,10 +205,10 @@ class Step:
             the first request whose blocks are not there, for which nothing changes; None when all were looked at.
         """
         self._check_open()
-        config, grants, fast = self.config, self.grants, 0
+        config, grants, fast = self.config, self._grants, 0
         size, caches = config.block_size, config.enable_prefix_caching
         left = self.budget.decodes_left
-        for request in self.running:
+        for request in self._scheduler.running:
             if request.num_in_flight:
                 continue
             start = request.num_computed_tokens
@@ -255,8 +268,9 @@ class Step:
             request: a waiting request that was not preempted in this step.
             num_tokens: tokens to compute, after those of `hit`; 1 up to what it owes and the budget allows.
             hit: its cached prefix, from `cached_prefix` in this step.
-            hold: hold blocks for this many tokens of its sequence instead of for the granted ones only.
-            fit: require that this many tokens would fit, without taking the blocks.
+            hold: hold blocks for the first so many tokens of its sequence (those of `hit` included), not just for the
+                granted ones.
+            fit: require that the first so many tokens would fit, without taking the blocks for them.
             spare: blocks that must stay free on top.
 
         Returns:
@@ -270,12 +284,17 @@ class Step:
         self._check_admission(request)
         self._check_hit(request, hit)
         self._check_grant(request, num_tokens, request.owed - hit.num_tokens, hold)
+        for name, value in (("fit", fit or 0), ("spare", spare)):
+            if not isinstance(value, int) or value < 0:
+                raise PolicyError(f"admit {request!r} with {name}={value!r}; use a whole number of at least 0")
         shared = self._still_here(request) if request.host_table else hit.blocks
         start = request.num_computed_tokens + hit.num_tokens
         size = self.config.block_size
         take = blocks_needed(max(start + num_tokens, hold or 0), size) - len(shared)
         must_fit = max(take, blocks_needed(fit or 0, size) - len(shared))
-        if must_fit + self._pool.num_unreferenced(shared) + spare > self._pool.num_free:
+        needed = must_fit + self._pool.num_unreferenced(shared) + spare
+        if needed > self._pool.num_free:
+            self.skip(request, BlockReason.BLOCKS, needed, self._pool.num_free)
             return False
         self._pool.share(shared)
         table = [*shared, *(self._pool.take(take) or ())]
@@ -335,7 +354,7 @@ class Step:
         if any(self._pool.ref_count[block] > 1 for block in planned):
             self._undo[request.request_id] = undo
             raise PolicyError(f"{request!r} cannot be taken back: a request admitted after it shares its new blocks")
-        count, kind = self.grants.remove(request)
+        count, kind = self._grants.remove(request)
         self.budget.refund(**{"decode" if kind == "D" else "prefill": count})
         request.num_in_flight = 0
         self._scheduler.forget_blocks(request, undo.num_hashed_blocks)
@@ -371,7 +390,7 @@ class Step:
 
         Args:
             request: a running request.
-            to_back: queue it at the back instead of the front.
+            to_back: queue it at the back instead of the front, where the queue has no order of its own (`queue_key`).
 
         Raises:
             PolicyError: it is not running.
@@ -407,7 +426,9 @@ class Step:
         return True
 
     def skip(self, request: RunningRequest, reason: BlockReason, needs: int = 0, left: int = 0) -> None:
-        """Write down why `request` gets nothing in this step: what it needed and what was left."""
+        """Write down why `request` gets nothing in this step: what it needed and what was left (whole numbers)."""
+        if not isinstance(needs, int) or not isinstance(left, int) or not isinstance(reason, BlockReason):
+            raise PolicyError(f"skip with {reason!r}, {needs!r}, {left!r}; use a BlockReason and whole numbers")
         self._blocked[request.request_id] = Blocked(reason.value, needs, left)
 
     # Rules
@@ -418,6 +439,8 @@ class Step:
 
     def _check_request(self, request: RunningRequest) -> None:
         self._check_open()
+        if not isinstance(request, RunningRequest):
+            raise PolicyError(f"{request!r} is no request; take one from step.running or step.waiting")
         if self._scheduler.requests.get(request.request_id) is not request:
             raise PolicyError(f"this scheduler does not know {request!r}; take it from step.running or step.waiting")
 
@@ -440,14 +463,18 @@ class Step:
 
     def _check_grant(self, request: RunningRequest, num_tokens: int, owed: int, hold: int | None) -> None:
         if request.num_in_flight:
-            raise PolicyError(f"{request!r} was already granted tokens in this step")
-        if not isinstance(num_tokens, int) or not isinstance(hold, int | None):
-            raise PolicyError(f"grant of {num_tokens!r} tokens (hold={hold!r}) to {request!r}; use whole numbers")
+            raise PolicyError(f"{request!r} was already granted tokens in this step; take_back them to change that")
+        if not isinstance(num_tokens, int) or not isinstance(hold, int | None) or (hold is not None and hold < 1):
+            raise PolicyError(
+                f"grant of {num_tokens!r} tokens (hold={hold!r}) to {request!r}; use whole numbers above 0"
+            )
         if num_tokens < 1 or num_tokens > owed:
             raise PolicyError(f"grant of {num_tokens} tokens to {request!r}, which owes {owed}; use 1 to {owed}")
         left = self.tokens_left(request)
         if num_tokens > left:
-            raise PolicyError(f"grant of {num_tokens} tokens to {request!r} with {left} left in the budget")
+            raise PolicyError(
+                f"grant of {num_tokens} tokens to {request!r} with {left} left in the budget; ask step.tokens_left"
+            )
 
     def _record_grant(self, request: RunningRequest, num_tokens: int) -> None:
         if request.is_prefilling:
@@ -456,7 +483,7 @@ class Step:
         else:
             self.budget.try_allocate_decode(num_tokens)
             kind = "D"
-        self.grants.add(request, num_tokens, kind)
+        self._grants.add(request, num_tokens, kind)
         request.num_in_flight = num_tokens
         if self._blocked:
             self._blocked.pop(request.request_id, None)
@@ -478,7 +505,7 @@ class Step:
         Preemptions stand, but no block was copied: victims that were swapped out will be computed again.
         """
         self._is_over = True
-        for request in reversed(list(self.grants.requests)):
+        for request in reversed(list(self._grants.requests)):
             self._take_back(request)
         host = self._scheduler.host
         for _, block in self.swap_outs:
@@ -488,6 +515,10 @@ class Step:
             if request.status is RequestStatus.SWAPPED:
                 self._scheduler.leave_host(request)
                 request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+
+    def made(self, plan: IterationPlan) -> bool:
+        """True if `plan` came from this step."""
+        return plan.grants is self._grants
 
     def to_plan(self) -> IterationPlan:
         """What was decided; the verbs are closed from here on."""
@@ -514,7 +545,7 @@ class Step:
         if self.swapped_in:
             decisions["swap_in_requests"] = tuple(request.request_id for request in self.swapped_in)
             decisions["swap_in_blocks"] = tuple(pair for pairs in self.swap_ins.values() for pair in pairs)
-        return IterationPlan.of(self.grants, decisions)
+        return IterationPlan.of(self._grants, decisions)
 
     def _explain_head(self) -> None:
         """Give the head of the queue a reason if the policy gave none."""

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from contbatch.errors import TraceError
 
@@ -160,10 +160,11 @@ class Trace:
 
     def rename(self, old: str, new: str) -> None:
         """Call a request by another id everywhere (an id that is used again frees its old name)."""
+        lived = self.requests[old].arrival_step, self.finished[old].step if old in self.finished else len(self.steps)
         self.requests = {new if key == old else key: value for key, value in self.requests.items()}
         self.requests[new].request_id = new
         self.finished = {new if key == old else key: value for key, value in self.finished.items()}
-        for step in self.steps:
+        for step in self.steps[slice(*lived)]:
             step.rename(old, new)
 
     def dumps(self) -> str:
@@ -253,7 +254,7 @@ class Trace:
         mentioned = {i for step in self.steps for key in _IDS for i in getattr(step, key)} | set(self.finished)
         unknown = mentioned - set(self.requests)
         if unknown:
-            raise TraceError(f"{name}: steps mention {sorted(unknown)[:3]}, which never arrived")
+            raise TraceError(f"{name}: steps mention {sorted(map(str, unknown))[:3]}, which never arrived")
 
 
 class TraceFile(Trace):
@@ -272,7 +273,10 @@ class TraceFile(Trace):
     ) -> None:
         super().__init__(policy, model, config or {})
         self._num_steps = 0
-        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # open until `close`
+        try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # open until `close`
+        except OSError as error:
+            raise TraceError(f"{path}: cannot be written: {error.strerror}; choose another place") from error
         self._digest = hashlib.sha256()
         self._write(self._header_line())
 
@@ -334,7 +338,7 @@ def _plain(record: RequestRecord | FinishRecord | StepRecord) -> dict[str, Any]:
 
 def _parse(name: str, number: int, line: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(line, parse_constant=_refuse)
+        parsed = json.loads(line, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{name}, line {number}: not JSON ({error}); the file is damaged") from error
     if not isinstance(parsed, dict):
@@ -342,7 +346,12 @@ def _parse(name: str, number: int, line: str) -> dict[str, Any]:
     return parsed
 
 
-def _refuse(constant: str) -> None:
+def _finite(number: str) -> float:
+    value = float(number)
+    return value if abs(value) < float("inf") else _refuse(number)
+
+
+def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number")
 
 

@@ -99,6 +99,8 @@ def _load(path: Path) -> dict[str, Any]:
         recording = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise TraceError(f"{path}: nested too deeply for a recording") from error
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8 text; a recording is a JSON file") from error
     except json.JSONDecodeError as error:
@@ -158,7 +160,9 @@ def _verify_decisions(path: str, recording: dict[str, Any]) -> Report:
         policy = str(recording["policy"])
         policy_by_name(policy)
         cases = [_read_case(raw) for raw in recording["cases"]]
-    except (KeyError, TypeError, AttributeError) as error:
+    except ContbatchError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise TraceError(f"{path}: not recorded decisions: {_missing(error)}") from error
     return _report(path, policy, "steps", [_replay(case, policy) for case in cases])
 
@@ -177,14 +181,20 @@ def _read_case(raw: dict[str, Any]) -> _Case:
         SchedulerConfig(**limits),
         {POLICY_OPTIONS.get(key, key): value for key, value in options.items()},
         [_read_request(r, position) for position, r in enumerate(raw["requests"])],
-        {int(step["step"]): _read_decision(step) for step in raw["steps"]},
+        {_step_number(step["step"]): _read_decision(step) for step in raw["steps"]},
     )
 
 
 def _read_request(raw: dict[str, Any], position: int) -> tuple[int, Request]:
     sampling = SamplingParams(max_tokens=raw["max_tokens"], ignore_eos=True)
     request = Request(str(raw["id"]), tuple(raw["prompt"]), sampling, raw.get("priority", 0), float(position))
-    return int(raw["arrival_step"]), request
+    return _step_number(raw["arrival_step"]), request
+
+
+def _step_number(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"step {value!r} is not an integer of at least 0")
+    return value
 
 
 def _read_decision(raw: dict[str, Any]) -> _Decision:
@@ -225,12 +235,17 @@ def _decide(case: _Case, policy: Policy) -> Iterator[tuple[int, _Decision]]:
     """Our decisions, step by step, in the steps that are recorded or in which there is work."""
     scheduler = Scheduler(case.config, policy)
     arrivals = sorted(case.requests, key=lambda arrival: arrival[0])  # ties keep list order
-    for number in range(max(case.steps, default=-1) + 1):
+    moments = sorted({*case.steps, *(step for step, _ in arrivals)})
+    number, last = 0, max(case.steps, default=-1)
+    while number <= last:
         while arrivals and arrivals[0][0] <= number:
             scheduler.add(arrivals.pop(0)[1])
         decided = _decide_step(scheduler) if scheduler.has_unfinished else _NOTHING
         if decided is not _NOTHING or number in case.steps:
             yield number, decided
+        number += 1
+        if not scheduler.has_unfinished:  # nothing happens before the next arrival or the next recorded step
+            number = next((moment for moment in moments if moment >= number), last + 1)
 
 
 def _decide_step(scheduler: Scheduler) -> _Decision:
@@ -280,7 +295,7 @@ def _verify_tokens(path: str, recording: dict[str, Any], model: str | None, devi
         requests = [
             _Recorded(str(raw["id"]), tuple(raw["prompt"]), tuple(raw["output"])) for raw in recording["requests"]
         ]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise TraceError(f"{path}: not recorded tokens: {_missing(error)}") from error
     name = model or _known_model(named)
     generated = _generate(name, device, requests)

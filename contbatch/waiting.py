@@ -13,7 +13,25 @@ from collections.abc import Callable, Iterator
 
 from contbatch.request import RunningRequest
 
-QueueKey = Callable[[RunningRequest], tuple[float, ...]]
+QueueKey = Callable[[RunningRequest], float | tuple[float, ...]]
+
+
+class QueueView:
+    """What a policy sees of the queue: it looks and does not touch."""
+
+    def __init__(self, queue: WaitingQueue) -> None:
+        self._queue = queue
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[RunningRequest]:
+        return iter(list(self._queue))
+
+    @property
+    def head(self) -> RunningRequest:
+        """The request that is looked at first."""
+        return self._queue.head
 
 
 class WaitingQueue:
@@ -30,7 +48,7 @@ class WaitingQueue:
         self._heap: list[tuple[tuple[float, ...], int, RunningRequest]] = []
         self.num_tokens = 0
         """Tokens of all queued requests together."""
-        self.fault: Exception | None = None
+        self.fault: BaseException | None = None
         """What the key last raised. The request is queued all the same, before all others."""
 
     def __len__(self) -> int:
@@ -63,22 +81,24 @@ class WaitingQueue:
 
     def remove(self, request: RunningRequest) -> int:
         """Take a request out, wherever it stands; returns its place, for `insert`."""
-        self.num_tokens -= len(request.token_ids)
+        place = 0
         if self._key is not None:
             self._remove_from_heap(request)
-            return 0
-        place = 0 if self._fifo[0] is request else self._fifo.index(request)
-        del self._fifo[place]
+        else:
+            place = 0 if self._fifo[0] is request else self._fifo.index(request)
+            del self._fifo[place]
+        self.num_tokens -= len(request.token_ids)
         return place
 
     def _safe_key(self, request: RunningRequest) -> tuple[float, ...]:
         """The key, or the smallest one there is if a policy's key raises or cannot be compared."""
         assert self._key is not None
         try:
-            key = tuple(self._key(request))
+            found: object = self._key(request)
+            key = found if isinstance(found, tuple) else (found,)
             if not all(isinstance(part, int | float) and not math.isnan(part) for part in key):
-                raise TypeError(f"queue_key gave {key!r}, not a tuple of numbers")
-        except Exception as error:
+                raise TypeError(f"queue_key gave {found!r}; return a number or a tuple of numbers")
+        except BaseException as error:  # an interrupt must not lose the request either
             self.fault = error
             return ()
         return key
