@@ -289,6 +289,25 @@ def test_who_was_taken_back_can_come_in_the_same_step_after_all() -> None:
     driven.commit(plan)
 
 
+def test_nothing_is_copied_for_who_was_taken_back() -> None:
+    driven, policy = bench(swap(pool=20, bs=4, prefix=False), 10, 5)
+    policy.decide = send_away("a", "b")
+    driven.step()
+
+    def instead(step: Step) -> None:
+        first, second = step.waiting
+        assert step.admit(first, 1)
+        step.take_back(first)
+        assert step.admit(second, 1)
+
+    policy.decide = instead
+    plan = driven.plan()
+    assert plan.swap_in_requests == ("a",) and len(plan.swap_in_blocks) == 3
+    assert plan.swap_in_blocks == tuple(zip(driven["a"].host_table, driven["a"].block_table, strict=True))
+    driven.commit(plan)
+    driven.drain()
+
+
 def test_the_verbs_know_what_a_swapped_out_request_owes() -> None:
     driven, policy = bench(swap(pool=20, bs=4), 10, 5)
     policy.decide = send_away("a")

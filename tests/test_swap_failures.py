@@ -38,7 +38,7 @@ class Watched(Engine):
 
 
 class Fragile(Copies):
-    """Copies, and a forward pass, that fail when told so: after half of the work was done."""
+    """Copies, and a forward pass, that fail when told so. Of the copies the second half was made by then."""
 
     def __init__(self, *arguments: Any, **others: Any) -> None:
         super().__init__(*arguments, **others)
@@ -49,14 +49,14 @@ class Fragile(Copies):
     def swap_out(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Half of it, or all."""
         if self.fails_in == "swap_out":
-            Toy.swap_out(self, blocks[: (len(blocks) + 1) // 2])
+            Toy.swap_out(self, blocks[(len(blocks) + 1) // 2 :])
             self._fail()
         super().swap_out(blocks)
 
     def swap_in(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Half of it, or all."""
         if self.fails_in == "swap_in":
-            Toy.swap_in(self, blocks[: (len(blocks) + 1) // 2])
+            Toy.swap_in(self, blocks[(len(blocks) + 1) // 2 :])
             self._fail()
         super().swap_in(blocks)
 
