@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contbatch import Engine, ScriptedExecutor
+from contbatch.engine import TokenEvent
 from contbatch.errors import ContbatchError, DeadlineExceeded, InvalidConfig, InvalidRequest, TraceError
 from contbatch.metrics import summarise
 from contbatch.policies import POLICIES, AgedPriority, VllmV1
@@ -192,7 +193,11 @@ def test_ten_thousand_aborts_in_random_states_take_seconds() -> None:
 
 def test_thousands_of_aborts_from_one_callback_take_seconds() -> None:
     engine, _ = crowd("VllmV1", 0)
-    engine.add_request(prompt(3), params(3), request_id="first", on_event=lambda event: engine.abort_all() and None)
+
+    def stop_all(_: TokenEvent) -> None:
+        engine.abort_all()
+
+    engine.add_request(prompt(3), params(3), request_id="first", on_event=stop_all)
     for index in range(4999):
         engine.add_request(prompt(5 + index % 40, index % 7), params(30))
     began = time.perf_counter()

@@ -572,7 +572,7 @@ def test_aged_priority_the_least_urgent_goes_first_and_of_equals_the_newest() ->
     for name, priority in (("a", 1), ("b", 3), ("c", 3), ("d", 2)):
         bench.add(name, 4, max_tokens=12, priority=priority)
     bench.step()
-    victims = []
+    victims: list[str] = []
     for index in range(3):
         bench.add(f"urgent{index}", 4, max_tokens=30, priority=-50)
         victims += bench.plan().evicted_requests
@@ -686,7 +686,7 @@ def backlog(policy: Policy, sizes: Sequence[tuple[int, int]], weight: float, seq
         ask(bench, f"{client}{index}", client, *sizes[index % len(sizes)])
     while len({request.request.client for request in scheduler.waiting}) == 2:
         plan = scheduler.plan()
-        service = Counter[str]()
+        service = {"many": 0.0, "few": 0.0}
         for request, count, kind in kinds(plan):
             service[request.request.client] += count * (weight if kind == "D" else 1)
         difference.append(difference[-1] + service["many"] - service["few"])
