@@ -3,9 +3,10 @@
     python benchmarks/simulation.py                                        # 10,000 requests under SarathiServe
     python benchmarks/simulation.py --requests 1000000 --short --record    # a long run, recorded to a file as it goes
 
-Prompts of about 200 tokens and outputs of about 100 (with --short 20 and 10) all arrive at once, 128 run together, and
-every decision is made by the real scheduler. microsoft/vidur with a stub in place of its predictor serves 486 requests
-a second of this kind on this kind of machine. Exit status 1 if 10,000 requests are served less than 6 times as fast.
+Prompts of about 200 tokens and outputs of about 100 (with --short 20 and 10): 1,000 of them wait all the time, 128 run
+together, and every decision is made by the real scheduler. microsoft/vidur with a stub in place of its predictor serves
+486 requests a second of this kind on this kind of machine. Exit status 1 if 10,000 requests are served less than 6
+times as fast.
 """
 
 from __future__ import annotations

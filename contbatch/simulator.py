@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import count
@@ -69,7 +70,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, cost in asdict(self).items():
-            if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < math.inf:
+            if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost <= sys.float_info.max:
                 raise InvalidConfig(f"{name} is {cost!r}; use a finite number of seconds of at least 0")
 
     def seconds(self, prefill_tokens: int, decode_rows: int, cached_tokens: int) -> float:

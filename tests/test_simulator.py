@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,24 @@ def test_a_batch_made_by_hand_costs_the_same_as_a_planned_one() -> None:
     assert clock.seconds == pytest.approx(1.0 + 0.03 + 0.1 + 0.009)
 
 
+def test_a_chunk_that_is_not_the_last_gets_no_token() -> None:
+    """A planned batch, counted in columns, samples for the same requests as its parts say."""
+    engine, clock = simulated(TIGHT)
+    answers = []
+
+    class Watched(SimulatedExecutor):
+        def execute(self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]) -> Mapping[str, Any]:
+            tokens = super().execute(batch, sampling)
+            assert set(tokens) == {part.request_id for part in batch if part.sample}
+            answers.append(len(tokens) < len(batch))
+            return tokens
+
+    engine.executor = Watched(COST, clock)
+    engine.add_request(range(40), SamplingParams(max_tokens=2))
+    engine.run()
+    assert answers == [True, True, False, False]
+
+
 def test_made_up_tokens_end_no_request() -> None:
     clock = VirtualClock()
     engine = Engine(SimulatedExecutor(COST, clock, vocab_size=4, eos_token_ids=[0, 1]), TIGHT, clock=clock)
@@ -86,7 +105,7 @@ def test_made_up_tokens_end_no_request() -> None:
         SimulatedExecutor(COST, clock, vocab_size=2, eos_token_ids=[0, 1])
 
 
-@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf"), "1", None, True])
+@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf"), 10**400, "1", None, True])
 @pytest.mark.parametrize("name", CostModel.__dataclass_fields__)
 def test_costs_are_finite_and_not_negative(name: str, cost: Any) -> None:
     with pytest.raises(InvalidConfig, match=f"{name} is "):
