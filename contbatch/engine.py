@@ -358,7 +358,7 @@ class Engine:
     def _check_usable(self) -> None:
         if self._closed:
             raise StepFailed("this engine is closed; make a new one")
-        if self._half_done:
+        if self._half_done and not self._in_step:
             raise StepFailed("this engine was interrupted in the middle of its bookkeeping; make a new one")
 
     def _end_expired(self) -> list[TokenEvent]:
@@ -458,6 +458,14 @@ class Engine:
         if plan is None:
             return
         outputs = self.scheduler.rollback(plan)
+        victims = [
+            name for name in (*plan.evicted_requests, *plan.swap_out_requests) if name in self.scheduler.requests
+        ]
+        if victims:  # their preemption stands, as a step in which nothing else happened
+            record = self.record(IterationPlan(evicted_requests=tuple(victims)), self.now())
+            record.num_waiting, record.end = len(self.scheduler.waiting), record.start
+            self.trace.add_step(record)
+            self.trace.settle()
         self._next_step = self.trace.num_steps
         for request in self.trace.requests.values():
             request.arrival_step = min(request.arrival_step, self._next_step)

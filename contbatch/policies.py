@@ -158,7 +158,7 @@ class NanoVllm(Policy):
         """Prefill what is possible; decode only if there was nothing to prefill."""
         self.grant_or_preempt(step, decodes=False)
         self._admit_whole_prompts(step)
-        if not step.grants:
+        if not step.grants or step.grants[0][2] == "D":
             self.grant_or_preempt(step, decodes=True)
 
     def _admit_whole_prompts(self, step: Step) -> None:
@@ -166,6 +166,8 @@ class NanoVllm(Policy):
             request = step.waiting.head
             hit = step.cached_prefix(request)
             num_tokens = request.owed - hit.num_tokens
+            if step.grants and (step.grants[0][2] == "D") is request.is_prefilling:
+                return  # it was swapped out while it decoded, and this is a step of prefills; or the other way round
             if num_tokens > left and step.grants:
                 return step.skip(request, BlockReason.BUDGET, num_tokens, left)
             if not step.admit(request, min(num_tokens, left), hit, hold=len(request.token_ids)):
@@ -334,10 +336,11 @@ class FairShare(Policy):
         self.service: dict[str, float] = {}
         """Tokens computed for each client, weighted."""
         self._unfinished: Counter[str] = Counter()
-        self._granted: list[tuple[RunningRequest, int, float]] = []
+        self._granted: dict[RunningRequest, tuple[int, float]] = {}
 
     def on_add(self, request: RunningRequest) -> None:
         """A client that comes back from being idle is lifted to the least of the active ones."""
+        self._charge()
         client = request.request.client
         if not self._unfinished[client]:
             active = [self.service[other] for other, count in self._unfinished.items() if count]
@@ -346,6 +349,7 @@ class FairShare(Policy):
 
     def on_finish(self, request: RunningRequest) -> None:
         """One less to serve."""
+        self._charge()
         self._unfinished[request.request.client] -= 1
 
     def schedule(self, step: Step) -> None:
@@ -354,16 +358,17 @@ class FairShare(Policy):
         self.grant_or_preempt(step)
         if not step.victims and step.seats_left and not step.budget.is_exhausted:
             self._admit_fairly(step)
-        self._granted = [(r, r.num_computed_tokens + n, self._cost(n, kind)) for r, n, kind in step.grants]
+        self._granted = {r: (r.num_computed_tokens + n, self._cost(n, kind)) for r, n, kind in step.grants}
 
     def _cost(self, num_tokens: int, kind: str) -> float:
         return num_tokens * (self.weight if kind == "D" else 1.0)
 
     def _charge(self) -> None:
-        """Count what the last step granted, if it was computed: a step that failed and was given up costs nothing."""
-        for request, end, cost in self._granted:
+        """Count what the last step granted and what was computed of it: a step that was given up costs nothing."""
+        for request, (end, cost) in list(self._granted.items()):
             if request.num_computed_tokens >= end:
                 self.service[request.request.client] += cost
+                del self._granted[request]
 
     def _admit_fairly(self, step: Step) -> None:
         service = dict(self.service)

@@ -220,6 +220,8 @@ class View:
         decisions = []
         for request_id in [*step.preempted, *step.swapped_out]:
             life = self._lives[request_id]
+            if life.letter == " ":
+                continue  # it was aborted while its step was run again
             swapped = request_id in step.swapped_out
             decisions.append(words.sent_away(request_id, life, swapped, step.reasons.get(request_id)))
             life.letter = decisions[-1].letter

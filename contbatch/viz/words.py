@@ -113,7 +113,12 @@ def caption(t: int, step: StepRecord, use: BudgetUse, num_blocks: int) -> str:
     parts = [f"Step {t}: {total} ({split})", f"{step.num_running} running, {step.num_waiting} waiting"]
     if num_blocks:
         parts.append(f"{num_blocks - step.free_blocks} of {num_blocks} blocks in use")
-    moves = (("preempted", step.preempted), ("swapped out", step.swapped_out), ("finished", list(step.finished)))
+    moves = (
+        ("preempted", step.preempted),
+        ("swapped out", step.swapped_out),
+        ("swapped in", step.swapped_in),
+        ("finished", list(step.finished)),
+    )
     return "; ".join([*parts, *(f"{verb}: {listed(ids)}" for verb, ids in moves if ids)]) + "."
 
 
@@ -133,7 +138,8 @@ def summary(view: View, lives: Iterable[Life]) -> str:
         share = 100 * sum(use.used for use in view.budgets) / sum(limits)
         span = dict.fromkeys((str(min(limits)), str(max(limits))))
         parts.append(f"budget {' to '.join(span)} tokens a step, {share:.0f} % used")
-    parts.append(counted(sum(len(step.preempted) for step in trace.steps), "preemption"))
+    gone = [len(step.preempted) + len(step.swapped_out) for step in trace.steps]
+    parts.append(counted(sum(gone), "preemption"))
     if view.num_blocks:
         peak = max((used for used, _ in view.pool_use), default=0)
         parts.append(f"at most {peak} of {view.num_blocks} blocks in use")
