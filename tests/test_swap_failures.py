@@ -18,9 +18,10 @@ from contbatch.errors import StepFailed
 from contbatch.plan import IterationPlan
 from contbatch.policies import POLICIES
 from contbatch.request import FinishReason, RequestStatus, SamplingParams
+from contbatch.step import Step
 from contbatch.trace import StepRecord
 from contbatch.viz import View
-from tests.swapping import Copies, crowd, finish, step, swap
+from tests.swapping import Copies, Directed, crowd, finish, send_away, step, swap
 from tests.toy import Ticks, Toy, assert_empty, params, prompt
 
 
@@ -102,6 +103,41 @@ def test_a_step_that_failed_is_run_again_without_copying_twice(error: BaseExcept
     assert toy.out == [plan.swap_out_blocks for plan in engine.plans if plan.swap_out_requests]
     assert toy.back == [plan.swap_in_blocks for plan in engine.plans if plan.swap_in_blocks]
     finish(engine, toy, params(14))
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("hook", ["", "swap_out", "swap_in", "execute"])
+@pytest.mark.parametrize("drop", [False, True])
+def test_one_takes_the_very_blocks_of_another_that_goes_in_the_same_step(hook: str, drop: bool, prefix: bool) -> None:
+    """First out, then in; and what was overwritten since must not be copied out again."""
+    policy, toy = Directed(), Fragile(6, 4)
+    engine = Watched(toy, swap(pool=6, bs=4, prefix=prefix), policy, clock=Ticks())
+    for number, name in enumerate("ab"):
+        engine.add_request(prompt(9, number), params(12), request_id=name)
+    step(engine)
+    policy.decide = send_away("a")
+    step(engine)
+    taken = set(engine.scheduler.requests["b"].block_table)
+
+    def exchange(step: Step) -> None:
+        step.preempt(step.running[0])
+        assert step.admit([*step.waiting][1], 1, hold=24)
+
+    policy.decide, toy.fails_in = exchange, hook
+    if hook:
+        with pytest.raises(StepFailed):
+            engine.step()
+        if drop:
+            engine.abort(engine.add_request([1], params(1), request_id="nobody"))
+            del engine.completions["nobody"]
+    record = step(engine)
+    if hook and drop:
+        assert engine.scheduler.requests["b"].num_preemptions == 1 and "b" in record.resumed
+    else:
+        assert (record.swapped_out, record.swapped_in) == (["b"], ["a"])
+        assert set(engine.plans[-1].new_blocks["a"]) >= taken
+        assert (len(toy.out), len(toy.back)) == (2, 1)
+    finish(engine, toy, params(12))
 
 
 @pytest.mark.parametrize("prefix", [True, False])
