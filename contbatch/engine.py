@@ -250,7 +250,7 @@ class Engine:
             raise DuplicateRequest(f"request id {name!r} is in use by an unfinished request; use another id")
         if name in self._given_ids:
             raise DuplicateRequest(f"request id {name!r} was used before in this recorded run; use another id")
-        record = self.scheduler.add(request)
+        record = self._add(request)
         detokenizer = IncrementalDetokenizer(self.tokenizer, sampling.stop_strings)
         is_silent = on_event is None and self.tokenizer is None
         self._clients[name] = _Client(detokenizer, on_event, keeps=self._keeps, is_silent=is_silent)
@@ -262,7 +262,17 @@ class Engine:
         if request_id is not None and not self._keeps:
             self._given_ids.add(name)
         self.trace.requests[name] = self._request_record(record)
+        if not self._in_step:
+            self._end_deferred()  # what the policy's `on_add` aborted
         return name
+
+    def _add(self, request: Request) -> RunningRequest:
+        """The policy is told of it, and may not drive the engine meanwhile."""
+        inside, self._in_step = self._in_step, True
+        try:
+            return self.scheduler.add(request)
+        finally:
+            self._in_step = inside
 
     def _free_name(self, name: str) -> None:
         """An id is used again: the earlier request keeps its place in the trace under another name."""
