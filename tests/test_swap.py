@@ -578,6 +578,24 @@ def test_the_least_urgent_goes_and_the_most_urgent_comes_back_first() -> None:
     assert_alone(toy, engine.completions, wanted)
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_policy_that_never_mixes_does_not_mix_who_comes_back(prefix: bool) -> None:
+    """A request that was swapped out while it decoded still decodes: it does not join a step of prefills."""
+    engine, toy = toy_engine(swap(pool=12, bs=4, budget=24, seqs=6, prefix=prefix), "NanoVllm")
+    waves = [(0, name, tokens) for name, tokens in crowd().items()]
+    waves += [(number, f"late{number}", prompt(4, number + 20)) for number in (5, 8, 12, 16, 20)]
+    number = 0
+    while engine.has_unfinished or waves:
+        while waves and waves[0][0] <= number:
+            _, name, tokens = waves.pop(0)
+            engine.add_request(tokens, params(14), request_id=name)
+        record = step(engine)
+        assert not (record.decode_tokens and record.prefill_tokens)
+        number += 1
+    assert swapped(engine.trace)[0] > 3
+    assert_alone(toy, engine.completions, params(14))
+
+
 def test_a_seat_and_the_budget_are_needed_to_come_back() -> None:
     engine, toy, policy = directed(swap(pool=40, bs=4, seqs=2, budget=2), {"a": prompt(1)})
     policy.decide = send_away("a")
@@ -655,7 +673,10 @@ def test_a_run_with_swaps_is_drawn_and_told() -> None:
     assert sum("is swapped out" in text for text in said) == out > 0
     assert sum("is swapped in" in text for text in said) == back > 0
     assert sum("host memory is too full" in text for text in said) == full > 0
-    assert sum("swapped out: " in caption for caption in view.captions) == sum(bool(s.swapped_out) for s in trace.steps)
+    assert f"; {out + full} preemptions; " in view.summary and out + full == summarise(trace).preemptions
+    for caption, record in zip(view.captions, trace.steps, strict=True):
+        told = {verb: f"; {verb}: " in caption for verb in ("swapped out", "swapped in", "preempted")}
+        assert list(told.values()) == list(map(bool, (record.swapped_out, record.swapped_in, record.preempted)))
     for t, record in enumerate(trace.steps):
         blocks = [state for state, _ in view.frame(t).blocks.values()]
         assert (blocks.count("owned"), blocks.count("cached")) == view.pool_use[t]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from contbatch import Engine
+from contbatch import Engine, summarise
 from contbatch.batch import ScheduledBatch
 from contbatch.errors import StepFailed
 from contbatch.plan import IterationPlan
@@ -145,7 +145,7 @@ def test_one_takes_the_very_blocks_of_another_that_goes_in_the_same_step(hook: s
 def test_a_plan_that_is_dropped_after_its_copies_corrupts_nothing(hook: str, prefix: bool) -> None:
     """Its victims are computed again; who was coming back still lies in host memory and comes later."""
     engine, toy = fragile(prefix=prefix)
-    dropped = 0
+    everybody, dropped = dict(engine.scheduler.requests), 0
     while engine.has_unfinished:
         toy.fails_in = hook
         before = {r.request_id: (r.status, list(r.host_table)) for r in engine.scheduler.requests.values()}
@@ -166,6 +166,11 @@ def test_a_plan_that_is_dropped_after_its_copies_corrupts_nothing(hook: str, pre
             toy.fails_in = ""
             step(engine)
     assert dropped > 2
+    trace, view = engine.trace, View(engine.trace)
+    told = {name: metrics.num_preemptions for name, metrics in summarise(trace).requests.items()}
+    assert {name: told[name] for name in everybody} == {n: request.num_preemptions for n, request in everybody.items()}
+    for t in range(trace.num_steps):
+        assert [state for state, _ in view.frame(t).blocks.values()].count("owned") == view.pool_use[t][0]
     for name in [name for name in engine.completions if name.startswith("nobody")]:
         del engine.completions[name]
     finish(engine, toy, params(14))
