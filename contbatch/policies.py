@@ -414,9 +414,8 @@ class HfFifo(Policy):
 
     def candidates(self, step: Step) -> list[RunningRequest]:
         """Everybody in the order in which they are looked at."""
-        decoding = [request for request in step.running if not request.is_prefilling]
-        prefilling = [request for request in step.running if request.is_prefilling]
-        return [*decoding, *prefilling, *(step.waiting if self._admits else ())]
+        running = sorted(step.running, key=lambda request: request.is_prefilling)
+        return [*running, *(step.waiting if self._admits else ())]
 
     def schedule(self, step: Step) -> None:
         """Serve whom there is room for; then make some, at once if nobody was served."""
@@ -456,7 +455,7 @@ class HfFifo(Policy):
             victims.append(starved.popitem()[0])
         for request in reversed(victims):
             step.preempt(request, to_back=True)
-            self._admits = False
+        self._admits = self._admits and not victims
         return bool(victims)
 
 
@@ -471,9 +470,8 @@ class HfPrefillFirst(HfFifo):
 
     def candidates(self, step: Step) -> list[RunningRequest]:
         """Everybody in the order in which they are looked at."""
-        decoding = [request for request in step.running if not request.is_prefilling]
-        prefilling = [request for request in step.running if request.is_prefilling]
-        return [*prefilling, *decoding, *(step.waiting if self._admits else ())]
+        running = sorted(step.running, key=lambda request: not request.is_prefilling)
+        return [*running, *(step.waiting if self._admits else ())]
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {
