@@ -8,6 +8,7 @@ rest of it, a decoding request exactly one token, a preempted request everything
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, StrEnum
@@ -20,7 +21,7 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 LARGEST = 1e15
-"""Numbers are below this: as seconds, 30 million years."""
+"""Times are below this many seconds, 30 million years."""
 
 
 class Priority(IntEnum):
@@ -133,7 +134,7 @@ def _integer(name: str, value: object, *, least: int, fix: str) -> None:
 
 
 def _number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise InvalidRequest(f"{name} is {value!r}; use a finite number")
 
 
@@ -181,8 +182,8 @@ class Request:
         if not isinstance(self.client, str):
             raise InvalidRequest(f"{name}: client is {self.client!r}; use a string")
         _number(f"{name}: arrival_time", self.arrival_time)
-        if self.arrival_time < 0:
-            raise InvalidRequest(f"{name}: arrival_time is {self.arrival_time}; use 0 or more seconds")
+        if not 0 <= self.arrival_time < LARGEST:
+            raise InvalidRequest(f"{name}: arrival_time is {self.arrival_time}; use 0 or more seconds (below 1e15)")
         if self.deadline is not None:
             _number(f"{name}: deadline", self.deadline)
 

@@ -129,6 +129,17 @@ def test_hf_the_margin_is_for_a_batch_that_has_somebody(policy: type[HfFifo]) ->
     assert [sum(step.values()) for step in bench.drain()] == [16, 16, 16, 16, 6, 1]
 
 
+@pytest.mark.parametrize("policy", HF)
+def test_hf_below_the_margin_all_decodes_are_served(policy: type[HfFifo]) -> None:
+    bench = Bench(config(pool=20, bs=4, budget=100, prefix=False, mml=100), policy(safety_margin=0.9))
+    bench.add("a", 4, max_tokens=5)
+    bench.step()
+    bench.add("b", 4, max_tokens=5)
+    assert list(bench.step()) == ["a", "b"]
+    assert bench.step() == {"a": 1, "b": 1} and bench.scheduler.pool.num_free == 16
+    assert bench.step() == {"a": 1, "b": 1}
+
+
 def test_hf_below_the_margin_an_ongoing_prefill_waits_too() -> None:
     bench = Bench(config(pool=20, bs=4, budget=16, prefix=False, mml=100), HfFifo(safety_margin=0.8))
     bench.add("decodes", 4, max_tokens=3)
@@ -508,13 +519,15 @@ def play(bench: Bench, traffic: Sequence[tuple[int, int, int, int]]) -> list[Run
 
 
 @given(
-    traffic=TRAFFIC,
-    aging=st.sampled_from([0.25, 0.5, 1.0, 1.7, 4.0]),
-    pool=st.integers(6, 20),
-    seqs=st.integers(1, 3),
+    traffic=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 20), st.integers(1, 6), st.just(0)), min_size=10, max_size=20
+    ),
+    aging=st.sampled_from([1.0, 2.0, 4.0, 7.3]),
+    pool=st.integers(7, 20),
+    seqs=st.integers(1, 2),
     budget=st.integers(2, 20),
 )
-@settings(max_examples=70)
+@settings(max_examples=60)
 def test_shortest_job_first_the_bound_of_aging(
     traffic: list[tuple[int, int, int, int]], aging: float, pool: int, seqs: int, budget: int
 ) -> None:
@@ -585,8 +598,10 @@ def test_aged_priority_when_blocks_run_out_the_least_urgent_goes() -> None:
     bench = Bench(config(pool=6, bs=4, prefix=False), AgedPriority())
     for name, priority in (("low", 3), ("high", 1), ("critical", 0)):
         bench.add(name, 7, max_tokens=6, priority=priority)
+        bench.step()
+    assert bench.running == ["low", "high", "critical"]
     bench.until(lambda: bool(preemptions(bench)))
-    assert bench.plans[-1].evicted_requests == ("low",)
+    assert bench.plans[-1].evicted_requests == ("low",), "though it is the oldest"
     bench.drain()
 
 
