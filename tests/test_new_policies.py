@@ -595,9 +595,9 @@ def test_aged_priority_the_least_urgent_goes_first_and_of_equals_the_newest() ->
 
 
 def test_aged_priority_when_blocks_run_out_the_least_urgent_goes() -> None:
-    bench = Bench(config(pool=6, bs=4, prefix=False), AgedPriority())
+    bench = Bench(config(pool=8, bs=4, prefix=False), AgedPriority())
     for name, priority in (("low", 3), ("high", 1), ("critical", 0)):
-        bench.add(name, 7, max_tokens=6, priority=priority)
+        bench.add(name, 5, max_tokens=9, priority=priority)
         bench.step()
     assert bench.running == ["low", "high", "critical"]
     bench.until(lambda: bool(preemptions(bench)))
