@@ -364,6 +364,7 @@ def test_fault_04_decode_order_is_fixed_and_nobody_starves() -> None:
         orders.append([list(step) for step in bench.drain()])
     assert orders[0] == orders[1] == orders[2]
     assert orders[0][0] == list("hgfedcba"), "admission order"
+    assert orders[0][1] == list("hgfe"), "room for four: those that were admitted first"
     assert {name for step in orders[0][1:] for name in step} == set("abcdefgh")
 
 
