@@ -413,7 +413,7 @@ class Wrong(Toy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("number", [1, 3, 6])
 def test_a_sampler_error_ends_one_request_under_every_policy(policy: str, number: int) -> None:
-    """Also of one that others share blocks with: what it computed is right, and what comes after it is not kept."""
+    """Also of one that others share blocks with; its last token is not kept."""
     for mode, name in itertools.product(MODES, ("r0", "r1")):
         limits = tight(mode)
         toy = Wrong(limits, name, number, ValueError("all logits are NaN"))
@@ -577,6 +577,33 @@ def test_a_callback_may_abort_everybody() -> None:
     assert [len(engine.completions[name].token_ids) for name in "abcd"] == [1, 1, 0, 0]
     assert_empty(engine)
     assert engine.generate([prompt(4)], params(5))[0].token_ids == toy.alone(prompt(4), params(5))
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_an_abort_from_inside_the_forward_pass_never_hits_the_next_of_that_id(gives_up: bool) -> None:
+    """Whether the step succeeds, or fails and is given up."""
+
+    def abort(_: ScheduledBatch) -> None:
+        toy.before = None
+        engine.abort("a")
+        if gives_up:
+            raise RuntimeError("device lost")
+
+    engine, toy = toy_engine(config())
+    for name in ("a", "other"):
+        engine.add_request(prompt(4), params(3), request_id=name)
+    toy.before = abort
+    if gives_up:
+        with pytest.raises(StepFailed):
+            engine.step()
+        engine.abort("other")
+    else:
+        engine.step()
+    assert engine.completions["a"].finish_reason is FinishReason.ABORT
+    engine.add_request(prompt(5, 1), params(4), request_id="a")
+    engine.run()
+    assert_alone(toy, {"a": engine.completions["a"]}, params(4))
+    assert_empty(engine)
 
 
 def test_a_callback_may_add_for_as_long_as_it_likes() -> None:
