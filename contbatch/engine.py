@@ -353,6 +353,7 @@ class Engine:
         if self._in_step:
             raise StepFailed("step was called from inside a step; let the running step return first")
         self._check_usable()
+        self.scheduler.report_policy_fault()
         try:
             self._in_step = True
             events = self._end_expired()
@@ -362,7 +363,6 @@ class Engine:
             self._end_deferred()
             self._in_step = False
         self._raise_interrupt()
-        self.scheduler.report_policy_fault()
         return events
 
     def _check_usable(self) -> None:
@@ -623,6 +623,7 @@ class Engine:
         while self.has_unfinished and (max_steps is None or steps < max_steps):
             self.step()
             steps += 1
+        self.scheduler.report_policy_fault()
         return [done for name, done in self.completions.items() if name not in before]
 
     def generate(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 
 from contbatch.blocks import blocks_needed
 from contbatch.budget import UNLIMITED, TokenBudget, at_least_one
@@ -288,34 +289,38 @@ class AgedPriority(Policy):
         self.aging = _at_least_zero("aging", aging)
         if not self.aging:
             raise InvalidConfig('aging is 0, with which waits have no bound; use more, or VllmV1(order="priority")')
+        self._ratio = Fraction(self.aging).limit_denominator(10**6)
         self.queue_key = self._urgency
 
     def _urgency(self, request: RunningRequest) -> tuple[float, ...]:
-        """Everybody ages alike, so the order of two requests never changes."""
-        return (request.request.priority + self.aging * request.arrival_step,)
+        """Everybody ages alike, so the order of two requests never changes. Whole numbers: nothing is rounded."""
+        steps, each = self._ratio.numerator, self._ratio.denominator
+        return (request.request.priority * each + steps * request.arrival_step,)
 
     def victim(self, step: Step) -> RunningRequest:
         """The least urgent one; of several the newest."""
         return max(step.running, key=lambda request: (self._urgency(request), request.index))
 
     def schedule(self, step: Step) -> None:
-        """Make room for the most urgent one that waits, serve those who run, then admit."""
-        self._make_room(step)
+        """Serve those who run, make room for the most urgent one that waits, then admit."""
         self.grant_or_preempt(step)
+        if step.waiting and step.waiting.head not in step.victims:
+            self._make_room(step, step.waiting.head)
         _admit_in_order(step, fit_whole=True, spare=step.config.watermark_blocks)
 
-    def _make_room(self, step: Step) -> None:
-        """Preempt less urgent requests, the least urgent first, if the head of the queue gets to run by it."""
-        if not step.waiting:
-            return
-        head, config = step.waiting.head, step.config
-        needed = blocks_needed(len(head.token_ids), config.block_size) + config.watermark_blocks
+    def _make_room(self, step: Step, head: RunningRequest) -> None:
+        """Preempt less urgent requests, the least urgent first, if `head` gets to run in this step by it."""
+        needed = blocks_needed(len(head.token_ids), step.config.block_size)
+        granted = {request: num_tokens for request, num_tokens, _ in step.grants}
         less_urgent = [r for r in step.running if self._urgency(r) > self._urgency(head)]
         less_urgent.sort(key=lambda request: (self._urgency(request), request.index), reverse=True)
         for count in range(len(less_urgent) + 1):
-            enough = step.free_blocks + step.freed_by(less_urgent[:count]) >= needed
-            if enough and step.seats_left + count > 0:
-                for request in less_urgent[:count]:
+            victims = less_urgent[:count]
+            spare = step.config.watermark_blocks if len(step.running) > count else 0
+            enough = step.free_blocks + step.freed_by(victims) >= needed + spare
+            tokens = step.tokens_left(head) + sum(granted.get(request, 0) for request in victims)
+            if enough and tokens and step.seats_left + count > 0:
+                for request in victims:
                     step.preempt(request)
                 return
 
@@ -415,7 +420,7 @@ class HfFifo(Policy):
     def candidates(self, step: Step) -> list[RunningRequest]:
         """Everybody in the order in which they are looked at."""
         running = sorted(step.running, key=lambda request: request.is_prefilling)
-        return [*running, *(step.waiting if self._admits else ())]
+        return [*running, *(step.waiting if self._admits or not running else ())]
 
     def schedule(self, step: Step) -> None:
         """Serve whom there is room for; then make some, at once if nobody was served."""
@@ -471,7 +476,7 @@ class HfPrefillFirst(HfFifo):
     def candidates(self, step: Step) -> list[RunningRequest]:
         """Everybody in the order in which they are looked at."""
         running = sorted(step.running, key=lambda request: not request.is_prefilling)
-        return [*running, *(step.waiting if self._admits else ())]
+        return [*running, *(step.waiting if self._admits or not running else ())]
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {

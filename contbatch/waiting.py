@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 
 from contbatch.request import RunningRequest
 
+Entry = tuple[tuple[float, ...], int, int, RunningRequest]
+"""A request in the heap: its key, its arrival, a number that no other entry has."""
 QueueKey = Callable[[RunningRequest], float | tuple[float, ...]]
 
 
@@ -45,24 +47,31 @@ class WaitingQueue:
     def __init__(self, key: QueueKey | None = None) -> None:
         self._key = key
         self._fifo: deque[RunningRequest] = deque()
-        self._heap: list[tuple[tuple[float, ...], int, RunningRequest]] = []
+        self._heap: list[Entry] = []
+        self._entries: dict[RunningRequest, Entry] = {}
+        """Where each request stands in the heap; what else is in there has left and is passed over."""
+        self._num_pushed = 0
         self.num_tokens = 0
         """Tokens of all queued requests together."""
         self.fault: BaseException | None = None
         """What the key last raised. The request is queued all the same, before all others."""
 
     def __len__(self) -> int:
-        return len(self._fifo) + len(self._heap)
+        return len(self._fifo) + len(self._entries)
 
     def __iter__(self) -> Iterator[RunningRequest]:
         if self._key is None:
             return iter(self._fifo)
-        return iter([request for _, _, request in sorted(self._heap)])
+        return iter([entry[-1] for entry in sorted(self._entries.values())])
 
     @property
     def head(self) -> RunningRequest:
         """The request that is looked at first."""
-        return self._fifo[0] if self._key is None else self._heap[0][2]
+        if self._key is None:
+            return self._fifo[0]
+        while self._entries.get(self._heap[0][-1]) is not self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][-1]
 
     def push(self, request: RunningRequest) -> None:
         """Queue a request at the back (or where its key puts it)."""
@@ -70,7 +79,10 @@ class WaitingQueue:
         if self._key is None:
             self._fifo.append(request)
         else:
-            heapq.heappush(self._heap, (self._safe_key(request), request.index, request))
+            self._num_pushed += 1
+            entry = (self._safe_key(request), request.index, self._num_pushed, request)
+            self._entries[request] = entry
+            heapq.heappush(self._heap, entry)
 
     def insert(self, place: int, request: RunningRequest) -> None:
         """Queue a request with `place` others before it (or where its key puts it); 0 is the front."""
@@ -83,7 +95,7 @@ class WaitingQueue:
         """Take a request out, wherever it stands; returns its place, for `insert`."""
         place = 0
         if self._key is not None:
-            self._remove_from_heap(request)
+            del self._entries[request]
         else:
             place = 0 if self._fifo[0] is request else self._fifo.index(request)
             del self._fifo[place]
@@ -102,10 +114,3 @@ class WaitingQueue:
             self.fault = error
             return ()
         return key
-
-    def _remove_from_heap(self, request: RunningRequest) -> None:
-        if self._heap[0][2] is request:
-            heapq.heappop(self._heap)
-        else:
-            self._heap = [entry for entry in self._heap if entry[2] is not request]
-            heapq.heapify(self._heap)
