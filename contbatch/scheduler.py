@@ -112,8 +112,8 @@ class Scheduler:
                 f"request id {request.request_id!r} is in use by an unfinished request; use another id"
             )
         self._check_vocabulary(request)
-        self._check_queue(request)
         max_tokens = self._fitting_max_tokens(request)
+        self._check_queue(request)
         end_tokens = self._end_tokens(request.sampling)
         record = RunningRequest(request, self._num_added, max_tokens, self._num_planned, end_tokens)
         self._num_added += 1

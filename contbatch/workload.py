@@ -24,7 +24,7 @@ from typing import Any
 from contbatch.config import SchedulerConfig
 from contbatch.engine import Engine
 from contbatch.errors import ContbatchError, InvalidConfig, TraceError
-from contbatch.request import Priority, SamplingParams
+from contbatch.request import MAX_TOKEN_ID, Priority, SamplingParams
 from contbatch.trace import Trace
 
 VERSION = 1
@@ -340,8 +340,11 @@ def _workload(name: str, seed: int, requests: Iterable[tuple[tuple[int, ...], in
 def _checked(n: int, seed: int, vocab_size: int, **ranges: Range) -> _Draw:
     _check("n", n, _is_integer(n, 0), "an integer of at least 0")
     _check("seed", seed, _is_integer(seed, 0), "an integer of at least 0")
-    _check("vocab_size", vocab_size, _is_integer(vocab_size, 1), "an integer of at least 1")
-    for name, (low, high) in ranges.items():
+    is_size = _is_integer(vocab_size, 1) and vocab_size <= MAX_TOKEN_ID + 1
+    _check("vocab_size", vocab_size, is_size, "an integer from 1 to 2**31")
+    for name, span in ranges.items():
+        _check(name, span, isinstance(span, tuple | list) and len(span) == 2, "a pair: the smallest and the largest")
+        low, high = span
         is_range = _is_integer(low, 1) and _is_integer(high, low)
         _check(name, low if low == high else (low, high), is_range, "at least 1, and the smallest first")
     return _Draw(seed, vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ from contbatch.errors import (
     TraceError,
 )
 from contbatch.plan import BlockReason
+from contbatch.policies import AgedPriority, HfFifo
 from contbatch.request import FinishReason
 from contbatch.step import Step
 from contbatch.verify import verify
-from tests.toy import Bytes, Scripted, assert_alone, assert_empty, config, params, prompt, serve, toy_engine
+from contbatch.workload import mixed
+from tests.toy import Bench, Bytes, Scripted, assert_alone, assert_empty, config, params, prompt, serve, toy_engine
 
 
 def test_a_deadline_after_an_abort_in_a_failed_step_ends_once() -> None:
@@ -381,3 +384,101 @@ def test_infinite_times_are_refused_in_a_trace() -> None:
     text = engine.trace.dumps().replace(f'"end": {engine.trace.steps[0].end}', '"end": 1e999')
     with pytest.raises(TraceError, match="1e999 is no number"):
         Trace.loads(text)
+
+
+# Policies, events and arguments
+
+
+def test_aged_priority_exactly_as_urgent_is_not_more_urgent() -> None:
+    wrong = []
+    for start in range(200):
+        bench = Bench(config(seqs=1), AgedPriority(0.1))
+        bench.steps(start)
+        bench.add("low", 4, max_tokens=60, priority=3)
+        bench.steps(30)
+        bench.add("critical", 4, max_tokens=1, priority=0)
+        if bench.plan().evicted_requests:
+            wrong.append(start)
+    assert not wrong
+
+
+def test_aged_priority_does_not_evict_in_vain_when_a_decode_takes_the_freed_block() -> None:
+    bench = Bench(config(pool=8, bs=4, prefix=False), AgedPriority())
+    bench.add("equal", 7, max_tokens=12, priority=0)
+    bench.add("low", 12, max_tokens=4, priority=3)
+    bench.steps(2)
+    bench.add("urgent", 24, max_tokens=1, priority=0)
+    plan = bench.plan()
+    assert not plan.evicted_requests or plan.admitted == ("urgent",)
+
+
+def test_aged_priority_does_not_evict_in_vain_when_the_budget_is_gone() -> None:
+    bench = Bench(config(budget=8, seqs=2, pool=200, mml=400), AgedPriority())
+    bench.add("low", 2, max_tokens=40, priority=3)
+    bench.step()
+    bench.add("normal", 100, max_tokens=2, priority=2)
+    bench.step()
+    bench.add("urgent", 2, max_tokens=2, priority=0)
+    plan = bench.plan()
+    assert not plan.evicted_requests or plan.admitted == ("urgent",)
+
+
+def test_aged_priority_alone_needs_no_watermark() -> None:
+    bench = Bench(config(pool=10, bs=4, watermark=0.3), AgedPriority())
+    bench.add("low", 16, max_tokens=10, priority=3)
+    bench.step()
+    bench.add("urgent", 32, max_tokens=1, priority=0)
+    plan = bench.plan()
+    assert plan.evicted_requests == ("low",) and plan.admitted == ("urgent",)
+
+
+def test_the_tokens_of_a_step_are_not_lost_when_on_finish_raises() -> None:
+    policy = VllmV1()
+    engine, toy = toy_engine(config(), policy)
+    engine.add_request(prompt(4), params(1), request_id="a")
+    engine.add_request(prompt(5, 1), params(3), request_id="b")
+    policy.on_finish = lambda request: 1 / 0 and None  # type: ignore[method-assign, assignment]
+    events = []
+    while engine.has_unfinished:
+        with suppress(PolicyError):
+            events += engine.step()
+    tokens = tuple(event.token_id for event in events if event.request_id == "b")
+    assert tokens == toy.alone(prompt(5, 1), params(3))
+
+
+def test_hf_fifo_lets_somebody_in_when_nobody_runs() -> None:
+
+    class Impatient(HfFifo):
+        sends_away = False
+
+        def schedule(self, step: Step) -> None:
+            super().schedule(step)
+            if step.victims and self.sends_away:
+                self.sends_away = False
+                for request in step.running:
+                    step.preempt(request)
+
+    policy = Impatient(safety_margin=0.0)
+    policy.sends_away = True
+    bench = Bench(config(pool=6, bs=4, prefix=False), policy)
+    bench.add("old", 8, max_tokens=6)
+    bench.add("new", 13, max_tokens=3)
+    bench.drain()
+
+
+@pytest.mark.parametrize("prompt_range", [5, (1, 2, 3), None])
+def test_a_range_that_is_no_pair_is_named(prompt_range: Any) -> None:
+    with pytest.raises(InvalidConfig, match="prompt is"):
+        mixed(2, prompt=prompt_range)
+
+
+def test_a_huge_vocabulary_is_named() -> None:
+    with pytest.raises(InvalidConfig, match="vocab_size is"):
+        mixed(2, vocab_size=10**400)
+
+
+def test_a_request_that_can_never_fit_is_not_told_to_come_again() -> None:
+    engine = Engine(ScriptedExecutor(), replace(config(pool=4, bs=4), max_num_queued_reqs=1))
+    engine.add_request(prompt(3), params(2))
+    with pytest.raises(ContbatchError, match="num_blocks=4"):
+        engine.add_request(prompt(30), params(2))
