@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import contbatch
+from contbatch import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -161,3 +162,13 @@ def test_tests_run_in_a_fixed_environment() -> None:
     assert os.environ["PYTHONHASHSEED"] == "0"
     assert os.environ["OMP_NUM_THREADS"] == "1"
     assert "MPLBACKEND" not in os.environ
+
+
+def test_the_recipes_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """As they stand; the workload of the first one is read too."""
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    for code in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(code, {})
+    assert "kept their promise" in capsys.readouterr().out
+    (workload,) = re.findall(r"```json\n(.*?)```", text, re.S)
+    assert len(Workload.loads(workload).requests) == 2
