@@ -172,6 +172,7 @@ class Engine:
         dtype: str = "auto",
         policy: Policy | str = "VllmV1",
         seed: int = 0,
+        kernels: str = "auto",
         **limits: Any,
     ) -> Engine:
         """An engine with a real model.
@@ -181,6 +182,7 @@ class Engine:
             device: "cpu", "cuda" or "mps".
             dtype: "auto", "float32", "bfloat16", "float16" or "float64".
             policy, seed: as in `Engine`.
+            kernels: "native" (compiled for this processor), "plain" (PyTorch only), or "auto": the first that there is.
             limits: fields of `SchedulerConfig`.
         """
         try:
@@ -191,7 +193,7 @@ class Engine:
         from contbatch.models import ModelExecutor, load_model
 
         loaded = load_model(model, device=device, dtype=dtype)
-        executor = ModelExecutor(loaded, config.num_blocks, config.block_size, config.num_host_blocks)
+        executor = ModelExecutor(loaded, config.num_blocks, config.block_size, config.num_host_blocks, kernels)
         return cls(executor, config, policy, loaded.tokenizer, model_name=loaded.name, seed=seed)
 
     @property

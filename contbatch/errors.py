@@ -43,6 +43,10 @@ class DeviceError(ContbatchError, RuntimeError):
     """A device or a number format that this machine does not have."""
 
 
+class KernelsMissing(ContbatchError, RuntimeError):
+    """Compiled kernels that cannot be had on this machine: no compiler, or it failed, or the format has none."""
+
+
 class TraceError(ContbatchError, ValueError):
     """A trace, workload or golden file that is cut, damaged, or of another version."""
 
