@@ -18,8 +18,12 @@
 #include <type_traits>
 #include <utility>
 #include <vector>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))  // vectors stay in registers
@@ -178,6 +182,92 @@ static void multiply(Vec (&acc)[ROWS][2], const bf16* x, long stride, const bf16
     }
 }
 
+// ---- Products of bf16 on tiles (AMX), where the processor has them ----
+
+// A tile is up to 16 rows of 64 bytes. The sums of 32 rows and 32 columns take tiles 0-3, rows 4 and 5, weights 6 and 7;
+// a step of the loop takes 32 inputs. Built with -DEMULATE_AMX tiles are arrays, so that any processor can test this.
+constexpr int TILE = 16;
+
+#if defined(EMULATE_AMX)
+#define TILES 1
+static thread_local struct { int rows; char bytes[TILE][64]; } tiles[8];
+static bool have_tiles() { return true; }
+static void load_tile(int n, const void* from, long stride) {
+    for (int r = 0; r < tiles[n].rows; r++) std::memcpy(tiles[n].bytes[r], (const char*)from + r * stride, 64);
+}
+static void store_tile(int n, void* to, long stride) {
+    for (int r = 0; r < tiles[n].rows; r++) std::memcpy((char*)to + r * stride, tiles[n].bytes[r], 64);
+}
+static void multiply_tiles(int sums, int x, int w) {
+    for (int r = 0; r < tiles[x].rows; r++)
+        for (int k = 0; k < TILE; k++)
+            for (int c = 0; c < 2 * TILE; c++)
+                ((float*)tiles[sums].bytes[r])[c / 2] +=
+                    ((bf16*)tiles[x].bytes[r])[2 * k + c % 2] * ((bf16*)tiles[w].bytes[k])[c];
+}
+#elif defined(__AMX_BF16__) && defined(__linux__)
+#define TILES 1
+#define load_tile(n, from, stride) _tile_loadd(n, from, stride)
+#define store_tile(n, to, stride) _tile_stored(n, to, stride)
+#define multiply_tiles(sums, x, w) _tile_dpbf16ps(sums, x, w)
+static bool have_tiles() {  // Linux gives them to a process that asks
+    static const bool given = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+    return given;
+}
+#else
+#define TILES 0
+static bool have_tiles() { return false; }
+#endif
+
+#if TILES
+static void shape_tiles(int rows) {
+    const int first = std::min(rows, TILE), second = std::max(rows - TILE, 1);
+    const int heights[8] = {first, first, second, second, first, second, TILE, TILE};
+#if defined(EMULATE_AMX)
+    for (int n = 0; n < 8; n++) tiles[n].rows = heights[n];
+#else
+    struct { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } shape = {};
+    shape.palette = 1;
+    for (int n = 0; n < 8; n++) shape.bytes[n] = 64, shape.rows[n] = heights[n];
+    _tile_loadconfig(&shape);
+#endif
+}
+
+template <int ROWS>
+static void multiply_tiled(Vec (&acc)[ROWS][2], const bf16* x, long stride, const bf16* w, long inner, const char* next,
+                           long pace) {
+    constexpr bool TWO = ROWS > TILE;
+    constexpr long WIDE = 4 * PANEL;  // bytes of a row of sums, and of a pair of inputs' weights
+    char* sums = (char*)acc;
+    shape_tiles(ROWS);
+    load_tile(0, sums, WIDE);
+    load_tile(1, sums + 64, WIDE);
+    if (TWO) {
+        load_tile(2, sums + TILE * WIDE, WIDE);
+        load_tile(3, sums + TILE * WIDE + 64, WIDE);
+    }
+    for (long k = 0; k < inner; k += 2 * TILE, w += 2 * TILE * PANEL, next += TILE * pace) {
+        for (long i = 0; i < TILE * pace; i += 64) __builtin_prefetch(next + i);
+        load_tile(6, w, WIDE);
+        load_tile(7, (const char*)w + 64, WIDE);
+        load_tile(4, x + k, 2 * stride);
+        multiply_tiles(0, 4, 6);
+        multiply_tiles(1, 4, 7);
+        if (TWO) {
+            load_tile(5, x + TILE * stride + k, 2 * stride);
+            multiply_tiles(2, 5, 6);
+            multiply_tiles(3, 5, 7);
+        }
+    }
+    store_tile(0, sums, WIDE);
+    store_tile(1, sums + 64, WIDE);
+    if (TWO) {
+        store_tile(2, sums + TILE * WIDE, WIDE);
+        store_tile(3, sums + TILE * WIDE + 64, WIDE);
+    }
+}
+#endif
+
 enum Ending { STORE, ADD, SWIGLU };
 
 template <class T>
@@ -188,6 +278,16 @@ struct Product {
     long rows, inner, columns, ending;
 };
 
+template <class T>
+static long panel_bytes(const Product<T>& p) {
+    return PANEL * sizeof(T) * (std::is_same<T, float>::value ? p.inner : p.inner + p.inner % 2);
+}
+
+template <class T>
+static bool on_tiles(const Product<T>& p) {
+    return TILES && std::is_same<T, bf16>::value && p.inner % (2 * TILE) == 0 && have_tiles();
+}
+
 INLINE Vec swiglu(Vec gate, Vec up) { return gate / (1.0f + exponential(-gate)) * up; }
 
 template <class T, int ROWS>
@@ -196,8 +296,13 @@ static void tile(const Product<T>& p, long row, long panel, const char* next, lo
     for (int r = 0; r < ROWS; r++)
         for (int half = 0; half < 2; half++)
             acc[r][half] = p.bias ? load(p.bias + panel * PANEL + half * LANES) : Vec{};
-    long even = std::is_same<T, float>::value ? p.inner : p.inner + p.inner % 2;
-    multiply<ROWS>(acc, p.x + row * p.inner, p.inner, p.w + panel * even * PANEL, p.inner, next, pace);
+    const T *x = p.x + row * p.inner, *w = (const T*)((const char*)p.w + panel * panel_bytes(p));
+#if TILES
+    if constexpr (std::is_same<T, bf16>::value)
+        if (on_tiles(p)) multiply_tiled<ROWS>(acc, x, p.inner, w, p.inner, next, pace);
+#endif
+    if constexpr (ROWS <= MOST_ROWS)
+        if (!on_tiles(p)) multiply<ROWS>(acc, x, p.inner, w, p.inner, next, pace);
     for (int r = 0; r < ROWS; r++) {
         if (p.ending == SWIGLU) {
             Vec result = swiglu(acc[r][0], acc[r][1]);
@@ -220,17 +325,17 @@ static void tile(const Product<T>& p, long row, long panel, const char* next, lo
 
 template <class T, int... N>
 static void product(const Product<T>& p, std::integer_sequence<int, N...>) {
-    typedef void (*Tile)(const Product<T>&, long, long, const char*, long);
-    static const Tile tiles[] = {nullptr, tile<T, N + 1>...};
-    long width = p.ending == SWIGLU ? LANES : PANEL, panels = (p.columns + width - 1) / width;
-    long parts = (p.rows + MOST_ROWS - 1) / MOST_ROWS;
-    long even = p.inner + p.inner % 2, bytes = PANEL * (std::is_same<T, float>::value ? p.inner * 4 : even * 2);
+    typedef void (*Tiled)(const Product<T>&, long, long, const char*, long);
+    static const Tiled by_rows[] = {nullptr, tile<T, N + 1>...};
+    const long width = p.ending == SWIGLU ? LANES : PANEL, panels = (p.columns + width - 1) / width;
+    const long most = on_tiles(p) ? 2 * TILE : MOST_ROWS, parts = (p.rows + most - 1) / most;
+    const long bytes = panel_bytes(p);
 #pragma omp parallel for schedule(static)
     for (long panel = 0; panel < panels; panel++)
         for (long part = 0; part < parts; part++) {
-            long begin = p.rows * part / parts, end = p.rows * (part + 1) / parts;
+            const long begin = p.rows * part / parts, end = p.rows * (part + 1) / parts;
             const char* next = (const char*)p.w + (panel + 1) * bytes + bytes * part / parts;
-            tiles[end - begin](p, begin, panel, next, PANEL * 4 / parts);
+            by_rows[end - begin](p, begin, panel, next, PANEL * 4 / parts);
         }
 }
 
@@ -411,7 +516,7 @@ static void attention(const Attention<T>& a, const Task* tasks, long count) {
     extern "C" void product_##NAME(const T* x, const T* w, const float* bias, void* out, long rows, long inner,        \
                                    long columns, long ending) {                                                        \
         product(Product<T>{x, w, bias, out, rows, inner, columns, ending},                                             \
-                std::make_integer_sequence<int, MOST_ROWS>{});                                                         \
+                std::make_integer_sequence<int, TILES && sizeof(T) == 2 ? 2 * TILE : MOST_ROWS>{});                                                         \
     }                                                                                                                  \
     extern "C" void rms_norm_##NAME(const float* x, const float* weight, float eps, T* out, long rows, long width) {   \
         rms_norm(x, weight, eps, out, rows, width);                                                                    \
