@@ -151,9 +151,9 @@ static void multiply(Vec (&acc)[ROWS][2], const float* x, long stride, const flo
     }
 }
 
-INLINE Ints pair_at(const bf16* x, bool whole) {
-    uint32_t bits = whole ? 0 : x[0].bits;
-    if (whole) std::memcpy(&bits, x, 4);
+INLINE Ints pair_at(const bf16* x, long count) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, x, 2 * count);
     return (int32_t)bits - Ints{};
 }
 
@@ -167,19 +167,25 @@ INLINE void add_pair(Vec& acc, Ints x, Ints w) {
 }
 
 template <int ROWS>
+INLINE void multiply_pair(Vec (&acc)[ROWS][2], const bf16* x, long stride, const bf16* w, long count) {
+    Ints w0 = *(const LooseInts*)w, w1 = *(const LooseInts*)(w + 2 * LANES);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+        Ints value = pair_at(x + r * stride, count);
+        add_pair(acc[r][0], value, w0);
+        add_pair(acc[r][1], value, w1);
+    }
+}
+
+template <int ROWS>
 static void multiply(Vec (&acc)[ROWS][2], const bf16* x, long stride, const bf16* w, long inner, const char* next,
                      long pace) {
-    for (long k = 0; k < inner; k += 2, w += 2 * PANEL, next += pace) {
+    for (long k = 0; k + 1 < inner; k += 2, w += 2 * PANEL, next += pace) {
         __builtin_prefetch(next);
         __builtin_prefetch(next + 64);
-        Ints w0 = *(const LooseInts*)w, w1 = *(const LooseInts*)(w + 2 * LANES);
-#pragma GCC unroll 16
-        for (int r = 0; r < ROWS; r++) {
-            Ints value = pair_at(x + r * stride + k, k + 1 < inner);
-            add_pair(acc[r][0], value, w0);
-            add_pair(acc[r][1], value, w1);
-        }
+        multiply_pair<ROWS>(acc, x + k, stride, w, 2);
     }
+    if (inner % 2) multiply_pair<ROWS>(acc, x + inner - 1, stride, w, 1);
 }
 
 // ---- Products of bf16 on tiles (AMX), where the processor has them ----
