@@ -172,6 +172,7 @@ class Engine:
         dtype: str = "auto",
         policy: Policy | str = "VllmV1",
         seed: int = 0,
+        progress: Callable[[str, int, int], None] | None = None,
         **limits: Any,
     ) -> Engine:
         """An engine with a real model.
@@ -181,6 +182,7 @@ class Engine:
             device: "cpu", "cuda" or "mps".
             dtype: "auto", "float32", "bfloat16", "float16" or "float64".
             policy, seed: as in `Engine`.
+            progress: called while the model is fetched and loaded, as in `contbatch.models.load_model`.
             limits: fields of `SchedulerConfig`.
         """
         try:
@@ -190,7 +192,7 @@ class Engine:
             raise InvalidConfig(f"{error}; the limits are {names}") from error
         from contbatch.models import ModelExecutor, load_model
 
-        loaded = load_model(model, device=device, dtype=dtype)
+        loaded = load_model(model, device=device, dtype=dtype, progress=progress)
         executor = ModelExecutor(loaded, config.num_blocks, config.block_size, config.num_host_blocks)
         return cls(executor, config, policy, loaded.tokenizer, model_name=loaded.name, seed=seed)
 
