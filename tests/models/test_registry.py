@@ -206,6 +206,11 @@ def _hub(monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> l
         HfApi=Api,
         snapshot_download=snapshot_download,
         errors=types.SimpleNamespace(RepositoryNotFoundError=_NotFoundError),
+        utils=types.SimpleNamespace(
+            are_progress_bars_disabled=lambda: False,
+            disable_progress_bars=lambda: asked.append("no bars"),
+            enable_progress_bars=lambda: asked.append("bars"),
+        ),
     )
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
     return asked
@@ -217,10 +222,10 @@ def test_a_hub_repository_is_announced_and_fetched_once(monkeypatch: pytest.Monk
     said: list[str] = []
     loaded = load_model("someone/tiny-llama", announce=said.append)
     assert loaded.config.vocab_size == 61 and loaded.name == "someone/tiny-llama"
-    assert asked == ["info someone/tiny-llama", "files someone/tiny-llama"]
+    assert asked == ["info someone/tiny-llama", "no bars", "files someone/tiny-llama", "bars"]
     assert len(said) == 1 and "someone/tiny-llama" in said[0] and " 3 MB" in said[0] and str(cache) in said[0]
     load_model("someone/tiny-llama", announce=said.append)
-    assert len(asked) == 2 and len(said) == 1
+    assert len(asked) == 4 and len(said) == 1
 
 
 def test_a_folder_comes_before_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
