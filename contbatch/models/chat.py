@@ -44,6 +44,7 @@ class ChatTemplate:
 
     def render(self, messages: Messages, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation; arguments and errors as in `Tokenizer.apply_chat_template`."""
+        _check(messages)
         try:
             template = _environment().from_string(self.source)
         except jinja2.TemplateError as error:
@@ -95,6 +96,15 @@ def _texts(fields: Mapping[str, Any]) -> dict[str, str]:
     tokens = {name: value for name, value in fields.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _check(messages: Any) -> None:
+    """Refuse what is no conversation: a text alone would be taken for a list of letters."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or not messages or not all(isinstance(message, Mapping) for message in messages):
+        raise InvalidRequest(
+            f"the messages of a chat are {messages!r}; give a list such as [{{'role': 'user', 'content': 'Hello'}}]"
+        )
 
 
 def _plain(data: Any) -> Any:

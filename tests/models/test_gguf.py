@@ -57,9 +57,11 @@ ARCHITECTURES = {
 }
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: str | int | float) -> None:
+def _add(writer: gguf.GGUFWriter, key: str, value: str | bool | int | float) -> None:
     if isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
     else:
@@ -81,7 +83,7 @@ def _neighbours(weight: Floats, heads: int) -> Floats:
     return weight[order]
 
 
-def _write(
+def write_gguf(
     path: Path,
     config: ModelConfig = CONFIG,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
@@ -89,6 +91,7 @@ def _write(
     extra: dict[str, Floats] | None = None,
     leave_out: str = "",
     words: list[str] = WORDS,
+    types: list[int] | None = None,
     **metadata: Any,
 ) -> dict[str, Floats]:
     """Write a file; returns the weights as they are after quantisation, by parameter name.
@@ -110,8 +113,10 @@ def _write(
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     writer.add_token_list(words)
-    writer.add_token_types([3, 3, *[1] * (len(words) - 2)])
+    writer.add_token_types(types or [3, 3, *[1] * (len(words) - 2)])
     for key, value in {**METADATA, **{name.replace("__", "."): value for name, value in metadata.items()}}.items():
+        if value == []:
+            continue  # the format has no empty arrays
         if isinstance(value, list):
             writer.add_array(key, value)
         elif value is not None:
@@ -144,7 +149,7 @@ def test_weights_come_back_as_they_were_quantised(
 ) -> None:
     """Every type and architecture, biases and norms too; Llama's Q and K rows in half-split order again; a file
     without `output.weight` has a tied head."""
-    expected = _write(tmp_path / "m.gguf", config, kind, architecture)
+    expected = write_gguf(tmp_path / "m.gguf", config, kind, architecture)
     read = read_gguf(tmp_path / "m.gguf")
     assert read.config == config
     assert read.tensors.keys() == expected.keys()
@@ -155,7 +160,7 @@ def test_weights_come_back_as_they_were_quantised(
 @pytest.mark.parametrize(("architecture", "config"), ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
 def test_a_gguf_file_and_a_folder_compute_the_same(tmp_path: Path, architecture: str, config: ModelConfig) -> None:
     """The same weights in both formats give the same logits."""
-    _write(tmp_path / "m.gguf", config, architecture=architecture)
+    write_gguf(tmp_path / "m.gguf", config, architecture=architecture)
     checkpoint = tiny_checkpoint(config)
     write_folder(tmp_path / "folder", checkpoint, torch.float32)
     text = tokens(9)
@@ -169,7 +174,7 @@ def test_a_gguf_file_and_a_folder_compute_the_same(tmp_path: Path, architecture:
 def test_a_large_tensor_is_dequantised_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some rows at a time, the last ones fewer: no row is lost, none read twice."""
     monkeypatch.setattr(gguf_file, "_SLAB", 7 * CONFIG.hidden_size)
-    expected = _write(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType.Q4_1)
+    expected = write_gguf(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType.Q4_1)
     assert len(expected["embed_tokens.weight"]) % 7
     np.testing.assert_array_equal(
         read_gguf(tmp_path / "m.gguf").tensors["embed_tokens.weight"].numpy(), expected["embed_tokens.weight"]
@@ -204,8 +209,10 @@ def test_rope_freqs_are_the_scaling_of_llama_3(tmp_path: Path) -> None:
     """The tensor of divisors gives the frequencies of the formula, and the logits of the same folder."""
     config = replace(CONFIG, head_dim=16, rope_scaling=LLAMA3)
     divisors = _llama3_divisors(config, LLAMA3)
-    assert divisors.min() == 1 and divisors.max() == 8 and any(1 < x < 8 for x in divisors), "all three ranges are there"
-    _write(tmp_path / "m.gguf", config, extra={"rope_freqs.weight": divisors})
+    assert divisors.min() == 1 and divisors.max() == 8 and any(1 < x < 8 for x in divisors), (
+        "all three ranges are there"
+    )
+    write_gguf(tmp_path / "m.gguf", config, extra={"rope_freqs.weight": divisors})
     read = read_gguf(tmp_path / "m.gguf")
     assert read.config.rope_scaling is not None and read.config.rope_scaling.kind == "divisors"
     cpu = torch.device("cpu")
@@ -235,7 +242,7 @@ def test_rope_freqs_are_the_scaling_of_llama_3(tmp_path: Path) -> None:
 )
 def test_linear_scaling(tmp_path: Path, metadata: dict[str, Any], expected: RopeScaling | None) -> None:
     """One factor for all frequencies, under its name of today or its old one; no type means linear."""
-    _write(tmp_path / "m.gguf", **metadata)
+    write_gguf(tmp_path / "m.gguf", **metadata)
     assert read_gguf(tmp_path / "m.gguf").config.rope_scaling == expected
 
 
@@ -244,7 +251,7 @@ def test_linear_scaling(tmp_path: Path, metadata: dict[str, Any], expected: Rope
 
 def test_the_tokenizer_is_rebuilt(tmp_path: Path) -> None:
     """Merges; single digits although "12" is a word; control tokens are whole and not shown; both end tokens."""
-    _write(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf")
     tokenizer = read_gguf(tmp_path / "m.gguf").tokenizer
     ids = tokenizer.encode("abc a12<turn>")
     assert [WORDS[token] for token in ids] == ["ab", "c", "Ġa", "1", "2", "<turn>"]
@@ -255,7 +262,7 @@ def test_the_tokenizer_is_rebuilt(tmp_path: Path) -> None:
 
 def test_a_tokenizer_beside_the_file_is_used(tmp_path: Path) -> None:
     """It also mends a file whose tokenizer cannot be rebuilt."""
-    _write(tmp_path / "m.gguf", tokenizer__ggml__model="llama")
+    write_gguf(tmp_path / "m.gguf", tokenizer__ggml__model="llama")
     with pytest.raises(CheckpointError, match=r"'llama', 'smollm'.*tokenizer\.json beside"):
         read_gguf(tmp_path / "m.gguf")
     tiny_checkpoint().tokenizer.core.save(str(tmp_path / "tokenizer.json"))
@@ -297,6 +304,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more words than embeddings": ({"words": [*WORDS, "more"]}, "ids up to 61 and the model a vocabulary of 61"),
     "no such end token": ({"tokenizer__ggml__bos_token_id": 99}, "bos_token_id is 99 .* has 61 tokens"),
+    "fewer types than words": ({"types": [1, 1]}, "61 tokens and 2 token types"),
     "no end of merges": ({"tokenizer__ggml__merges": ["a zz"]}, "tokenizer is damaged"),
     "tokenizer cut differently": ({"tokenizer__ggml__pre": "tekken"}, r"'gpt2', 'tekken'.*tokenizer\.json"),
 }
@@ -305,7 +313,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD.keys())
 def test_a_bad_file_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     """Bad input: unsupported, incomplete or inconsistent; the message names it."""
-    _write(tmp_path / "m.gguf", **changes)
+    write_gguf(tmp_path / "m.gguf", **changes)
     with pytest.raises(CheckpointError, match=message):
         load_model(tmp_path / "m.gguf")
 
@@ -314,7 +322,7 @@ def test_a_bad_file_is_refused(tmp_path: Path, changes: dict[str, Any], message:
 def test_a_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
     """Cut anywhere: in the magic, the metadata, or the weights."""
     path = tmp_path / "m.gguf"
-    _write(path)
+    write_gguf(path)
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
     with pytest.raises(CheckpointError, match=r"truncated or not a GGUF file"):
