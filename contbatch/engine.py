@@ -173,6 +173,7 @@ class Engine:
         policy: Policy | str = "VllmV1",
         seed: int = 0,
         kernels: str = "auto",
+        progress: Callable[[str, int, int], None] | None = None,
         **limits: Any,
     ) -> Engine:
         """An engine with a real model.
@@ -183,6 +184,7 @@ class Engine:
             dtype: "auto", "float32", "bfloat16", "float16" or "float64".
             policy, seed: as in `Engine`.
             kernels: "native" (compiled for this processor), "plain" (PyTorch only), or "auto": the first that there is.
+            progress: called while the model is fetched and loaded, as in `contbatch.models.load_model`.
             limits: fields of `SchedulerConfig`.
         """
         try:
@@ -192,8 +194,9 @@ class Engine:
             raise InvalidConfig(f"{error}; the limits are {names}") from error
         from contbatch.models import ModelExecutor, load_model
 
-        loaded = load_model(model, device=device, dtype=dtype)
+        loaded = load_model(model, device=device, dtype=dtype, progress=progress)
         executor = ModelExecutor(loaded, config.num_blocks, config.block_size, config.num_host_blocks, kernels)
+        executor.drop_plain_weights()
         return cls(executor, config, policy, loaded.tokenizer, model_name=loaded.name, seed=seed)
 
     @property

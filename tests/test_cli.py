@@ -6,13 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from contbatch.cli import run
 from contbatch.commands import doctor
+from contbatch.commands.bars import model_bars
 from contbatch.nbtools import notebook_folder
 from contbatch.policies import POLICIES
 from contbatch.verify import verify
@@ -256,6 +259,19 @@ def test_fetching_announces_before_it_downloads(
     assert call("models", "fetch", "smollm2-135m") == 2
     assert "93 MB" in said_before[0]
     assert "no network" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("is_terminal", "quiet"), [(True, False), (True, True), (False, False)])
+def test_bars_are_drawn_on_a_terminal_only(is_terminal: bool, quiet: bool) -> None:
+    """Bytes of a download, then tensors; not into a pipe, and not if quiet was asked for."""
+    shown = StringIO()
+    with model_bars(Console(file=shown, force_terminal=is_terminal, width=100), quiet) as progress:
+        progress("downloading", 31_000_000, 93_000_000)
+        progress("loading", 7, 272)
+    if not is_terminal or quiet:
+        assert shown.getvalue().strip() == ""
+    else:
+        assert "31 of 93 MB" in shown.getvalue() and "7 of 272 tensors" in shown.getvalue()
 
 
 # verify

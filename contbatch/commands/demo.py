@@ -18,16 +18,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from contbatch.commands import terminal
+from contbatch.commands.bars import model_bars
 from contbatch.errors import InvalidConfig
 from contbatch.prompts import DEMO_PROMPTS
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
     from rich.table import Table
 
     from contbatch.engine import Engine
     from contbatch.metrics import Metrics, RequestMetrics
+    from contbatch.models.stored import Progress
 
 BLOCK_SIZE = 8
 
@@ -52,7 +55,8 @@ def demo(
     policy_by_name(policy)  # a wrong name is found out before the model is loaded, not after it
     console = terminal()
     start = time.perf_counter()
-    engine = _load(model, device, dtype, policy, budget, blocks)
+    with model_bars(console, quiet) as progress:
+        engine = _load(model, device, dtype, policy, budget, blocks, progress)
     loaded = time.perf_counter()
     _serve(engine, max_tokens, console, quiet)
     served = time.perf_counter()
@@ -79,7 +83,9 @@ def check_target(out: Path) -> None:
         raise InvalidConfig(f"--out {out} cannot be written; choose another place")
 
 
-def _load(model: str, device: str, dtype: str, policy: str, budget: int, blocks: int) -> Engine:
+def _load(
+    model: str, device: str, dtype: str, policy: str, budget: int, blocks: int, progress: Progress | None = None
+) -> Engine:
     from contbatch.engine import Engine
 
     return Engine.load(
@@ -87,6 +93,7 @@ def _load(model: str, device: str, dtype: str, policy: str, budget: int, blocks:
         device=device,
         dtype=dtype,
         policy=policy,
+        progress=progress,
         max_num_seqs=len(DEMO_PROMPTS),
         max_num_batched_tokens=budget,
         block_size=BLOCK_SIZE,
@@ -111,7 +118,7 @@ def _serve(engine: Engine, max_tokens: int, console: Console, quiet: bool) -> No
 @contextmanager
 def _bars(
     names: dict[str, str], max_tokens: int, console: Console, quiet: bool
-) -> Iterator[tuple[Progress, dict[str, TaskID]]]:
+) -> Iterator[tuple[Bars, dict[str, TaskID]]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from contbatch.commands import terminal
+from contbatch.commands.bars import model_bars
 
 app = typer.Typer(help="List the models that have a name; fetch one.", invoke_without_command=True)
 
@@ -36,5 +37,6 @@ def fetch(name: Annotated[str, typer.Argument(help="A name from the list, or a H
     """Download a model, after saying what and how much."""
     from contbatch.models.registry import find_model
 
-    path = find_model(name, typer.echo)
+    with model_bars(terminal()) as progress:
+        path = find_model(name, typer.echo, progress)
     typer.echo(f"{name} is at {path}")

@@ -13,6 +13,7 @@ their shapes differ. Left out: a kernel that reads the block table without the g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from contbatch.batch import FlatBatch
 from contbatch.errors import InvalidConfig
 from contbatch.models.config import ModelConfig
+from contbatch.models.device import free_memory
 
 
 class PagedCache:
@@ -44,16 +46,19 @@ class PagedCache:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        slots = (num_blocks + 1) * block_size
-        shape = (config.num_layers, slots, 2, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, (num_blocks + 1) * block_size, 2, config.num_kv_heads, config.head_dim)
+        needed, free = math.prod(shape) * dtype.itemsize, free_memory(device)
         self.block_size = block_size
         try:
-            self.data = torch.zeros(shape, device=device, dtype=dtype)
+            if needed > free:
+                raise RuntimeError("not tried")
+            # Not filled: a slot that nobody wrote is never read, and memory is taken when it is first written.
+            self.data = torch.empty(shape, device=device, dtype=dtype)
         except RuntimeError as error:
-            size = np.prod(shape) * dtype.itemsize / 1e9
+            fit = max(0, free * (num_blocks + 1) // needed - 1)
             raise InvalidConfig(
-                f"a cache of {num_blocks} blocks of {block_size} tokens needs {size:.1f} GB on {device}, "
-                "which is not free; lower num_blocks"
+                f"a cache of {num_blocks} blocks of {block_size} tokens needs {needed / 1e9:.1f} GB on {device}, "
+                f"where {free / 1e9:.1f} GB are free; set num_blocks to at most {fit}"
             ) from error
 
     def copy_blocks(self, target: PagedCache, blocks: Sequence[tuple[int, int]]) -> None:

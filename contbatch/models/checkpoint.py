@@ -9,20 +9,22 @@ Pickled weights (`pytorch_model.bin`) are left out on purpose: reading one can r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from contbatch.errors import CheckpointError
+from contbatch.models.chat import folder_template, write_template
 from contbatch.models.config import ModelConfig
+from contbatch.models.files import read_json, read_json_if_there, write_json
 from contbatch.models.llama import Llama
+from contbatch.models.safetensors_file import stored_tensors, weight_files
+from contbatch.models.stored import Progress, StoredTensors, shapes
 from contbatch.models.tokenizer import Tokenizer
 
 
@@ -32,7 +34,7 @@ class Checkpoint:
 
     config: ModelConfig
     tensors: Mapping[str, Tensor]
-    """Weights by parameter name of `Llama`."""
+    """Weights by parameter name of `Llama`; those of a file are read one by one, when they are asked for."""
     tokenizer: Tokenizer
 
 
@@ -49,21 +51,65 @@ class LoadedModel:
     dtype: torch.dtype
 
 
-def assemble(name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Build the model around the tensors of a checkpoint.
+def assemble(
+    name: str, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+) -> LoadedModel:
+    """Build the model around the tensors of a checkpoint, of which one at a time is in memory beside the model.
+
+    Args:
+        progress: called after each tensor with "loading", how many are done, and of how many.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, or of the wrong shape.
+        CheckpointError: a tensor is missing, unknown, of the wrong shape, or holds NaN or infinite numbers; or the
+            tokenizer has ids that the model lacks.
     """
     with torch.device("meta"):
         model = Llama(checkpoint.config)
     check_tensors(model, checkpoint.tensors)
-    # Copied, so that memory is aligned alike whatever the file: the last bit of a sum can depend on it.
-    state = {key: checkpoint.tensors[key].to(device, dtype, copy=True) for key in model.state_dict()}
+    check_vocabulary(checkpoint)
+    names = list(model.state_dict())
+    state: dict[str, Tensor] = {}
+    for key in names:
+        state[key] = _prepared(key, checkpoint.tensors[key], device, dtype)
+        if progress is not None:
+            progress("loading", len(state), len(names))
     model.load_state_dict(state, assign=True)
     model.requires_grad_(False).eval()
     tokenizer = checkpoint.tokenizer
     return LoadedModel(name, checkpoint.config, model, tokenizer, tokenizer.eos_token_ids, device, dtype)
+
+
+def _prepared(name: str, stored: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor as the model computes with it: every number finite."""
+    # Copied, so that memory is aligned alike whatever the file: the last bit of a sum can depend on it.
+    tensor = stored.to(device, dtype, copy=True)
+    if _is_finite(tensor):
+        return tensor
+    if _is_finite(stored):
+        raise CheckpointError(
+            f"tensor {name!r} has numbers beyond the range of {dtype}; load the model as bfloat16 or float32"
+        )
+    raise CheckpointError(f"tensor {name!r} holds NaN or infinite numbers; the checkpoint is damaged, get it again")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """True without NaN and infinities: the two extremes tell, and need no second tensor of that size."""
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def check_vocabulary(checkpoint: Checkpoint) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for. A model may have more ids than its tokenizer:
+    many are padded to a round number, and `Tokenizer.decode` gives nothing for those.
+
+    Raises:
+        CheckpointError: with both numbers.
+    """
+    highest, size = checkpoint.tokenizer.highest_id, checkpoint.config.vocab_size
+    if highest >= size:
+        raise CheckpointError(
+            f"the tokenizer has ids up to {highest} and the model a vocabulary of {size}, which ends at {size - 1}; "
+            "they do not belong together, get both from one place"
+        )
 
 
 def check_tensors(model: Llama, tensors: Mapping[str, Tensor]) -> None:
@@ -73,18 +119,15 @@ def check_tensors(model: Llama, tensors: Mapping[str, Tensor]) -> None:
         CheckpointError: the first few differences of one kind.
     """
     needed = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    if missing := sorted(needed.keys() - tensors.keys()):
+    there = shapes(tensors)
+    if missing := sorted(needed.keys() - there.keys()):
         raise CheckpointError(f"the checkpoint lacks {_few(missing)}; it is incomplete or of another architecture")
-    if unknown := sorted(tensors.keys() - needed.keys()):
+    if unknown := sorted(there.keys() - needed.keys()):
         raise CheckpointError(
             f"the checkpoint has {_few(unknown)}, which this architecture does not use; "
             "running without would give wrong text"
         )
-    wrong = [
-        f"{key} {tuple(tensors[key].shape)} (expected {shape})"
-        for key, shape in needed.items()
-        if tuple(tensors[key].shape) != shape
-    ]
+    wrong = [f"{key} {there[key]} (expected {shape})" for key, shape in needed.items() if there[key] != shape]
     if wrong:
         raise CheckpointError(f"wrong shapes: {_few(wrong)}; config and weights do not belong together")
 
@@ -95,21 +138,20 @@ def read_folder(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: a file is missing or damaged, or the architecture is not supported.
     """
-    fields = _read_json(folder / "config.json")
+    fields = read_json(folder / "config.json")
     config = ModelConfig.from_huggingface(fields)
     eos = _eos_token_ids(folder, fields)
-    tokenizer = Tokenizer.from_file(folder / "tokenizer.json", eos)
-    tensors: dict[str, Tensor] = {}
-    for path in _weight_files(folder):
-        tensors.update(_read_safetensors(path))
-    return Checkpoint(config, _parameter_names(tensors, config), tokenizer)
+    tokenizer = Tokenizer.from_file(folder / "tokenizer.json", eos, folder_template(folder))
+    named = ((_parameter_name(name), tensor) for name, tensor in stored_tensors(folder))
+    tensors = StoredTensors((name, tensor) for name, tensor in named if not _is_computed(name, config))
+    return Checkpoint(config, tensors, tokenizer)
 
 
 def is_complete(folder: Path) -> bool:
     """True if every file that `read_folder` needs is there; their content is not looked at."""
     needed = [folder / "config.json", folder / "tokenizer.json"]
     try:
-        needed += _weight_files(folder)
+        needed += weight_files(folder)
     except CheckpointError:
         return False
     return all(path.is_file() for path in needed)
@@ -120,79 +162,39 @@ def write_folder(folder: Path, checkpoint: Checkpoint, dtype: torch.dtype) -> No
     folder.mkdir(parents=True, exist_ok=True)
     eos = sorted(checkpoint.tokenizer.eos_token_ids)
     fields = {**checkpoint.config.to_huggingface(), "eos_token_id": eos}
-    _write_json(folder / "config.json", fields)
-    _write_json(folder / "generation_config.json", {"eos_token_id": eos})
+    write_json(folder / "config.json", fields)
+    write_json(folder / "generation_config.json", {"eos_token_id": eos})
     tensors = {
         _huggingface_name(key): value.detach().to("cpu", dtype).contiguous()
         for key, value in checkpoint.tensors.items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     checkpoint.tokenizer.core.save(str(folder / "tokenizer.json"))
+    if checkpoint.tokenizer.chat_template is not None:
+        write_template(folder, checkpoint.tokenizer.chat_template)
 
 
-def _parameter_names(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Names as in `Llama`; without buffers that are computed, and without a copy of a tied head."""
-    named = {key.removeprefix("model."): value for key, value in tensors.items()}
-    if config.tied_head:
-        named.pop("lm_head.weight", None)
-    return {key: value for key, value in named.items() if not key.endswith("rotary_emb.inv_freq")}
+def _parameter_name(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _is_computed(name: str, config: ModelConfig) -> bool:
+    """True for a stored buffer that is computed here, and for a copy of a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tied_head and name == "lm_head.weight")
 
 
 def _huggingface_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if not index.is_file():
-        raise CheckpointError(
-            f"{folder} has neither model.safetensors nor {index.name}; get the weights in safetensors "
-            "format (pickled .bin files are not read, because reading one can run code)"
-        )
-    shards = _read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files; get the file again")
-    return [folder / Path(name).name for name in sorted(set(shards.values()))]
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; get the file from the model's source")
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is truncated or damaged: {error}; get the file again"
-        ) from error
-
-
 def _eos_token_ids(folder: Path, fields: Mapping[str, Any]) -> frozenset[int]:
     """Ids that end a text: generation_config.json decides if it is there, config.json otherwise."""
-    path = folder / "generation_config.json"
-    generation = _read_json(path) if path.is_file() else {}
+    generation = read_json_if_there(folder / "generation_config.json")
     value = generation.get("eos_token_id", fields.get("eos_token_id"))
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise CheckpointError(f"eos_token_id is {value!r} in {folder}; use a token id or a list of them")
     return frozenset(ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; a checkpoint folder needs it")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is truncated or damaged: {error}; get the file again") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} holds a {type(fields).__name__}, not an object; get it again")
-    return fields
-
-
-def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def _few(items: list[str]) -> str:

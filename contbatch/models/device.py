@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import torch
 
 from contbatch.errors import DeviceError
@@ -54,3 +55,10 @@ def _automatic(device: torch.device) -> torch.dtype:
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had on a device; of unified memory (mps) what the whole machine has left."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)

@@ -5,19 +5,21 @@ all requests end to end, with no batch dimension and no padding, and hands atten
 Which tokens may look at which, and where keys and values are kept, is known by that function alone: the paged
 cache of `attention.py` when serving, a few lines over a rectangle when training.
 
-Parameter names are those of Hugging Face checkpoints without the leading `model.`. Left out: biases, dropout,
-scaled rotary positions, fused products (readable first).
+Parameter names are those of Hugging Face checkpoints without the leading `model.`. Left out: dropout, fused products
+(readable first).
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from contbatch.models.config import ModelConfig
+from contbatch.models.config import ModelConfig, RopeScaling
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`attend(layer, q, k, v)`: q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> like q."""
@@ -83,17 +85,20 @@ class Attention(nn.Module):
         self.index = index
         self.head_dim = config.head_dim
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, hidden: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
         q, k, v = (
             project(hidden).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        mixed = attend(self.index, rotate(q, rotation), rotate(k, rotation), v)
+        q, k = rotate(self.q_norm(q), rotation), rotate(self.k_norm(k), rotation)
+        mixed = attend(self.index, q, k, v)
         result: Tensor = self.o_proj(mixed.flatten(-2))
         return result
 
@@ -140,10 +145,33 @@ def rotary(positions: Tensor, config: ModelConfig, dtype: torch.dtype) -> Rotati
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     wide = accumulator(dtype)
-    pairs = torch.arange(0, config.head_dim, 2, dtype=wide, device=positions.device)
-    frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
-    angles = (positions[:, None].to(wide) * frequencies)[:, None, :]
+    angles = (positions[:, None].to(wide) * frequencies(config, wide, positions.device))[:, None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@functools.lru_cache(maxsize=16)
+def frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[head_dim / 2] radians that one position turns each pair of entries.
+
+    Kept on the device after the first call, so that a later one copies nothing and waits for nothing. A step that is
+    captured in a CUDA graph must have been run once before.
+    """
+    with torch.inference_mode(False):  # training may use them after a step without gradients made them
+        pairs = torch.arange(0, config.head_dim, 2, dtype=dtype, device=device)
+        plain = 1.0 / config.rope_theta ** (pairs / config.head_dim)
+        return plain if config.rope_scaling is None else _slowed(plain, config.rope_scaling)
+
+
+def _slowed(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Frequencies of a model that was stretched to longer texts; the kinds are told at `RopeScaling`."""
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "divisors":
+        return plain / plain.new_tensor(scaling.divisors)
+    turns = scaling.original_max_len * plain / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:

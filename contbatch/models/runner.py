@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contbatch.batch import FlatBatch, ScheduledBatch
 from contbatch.errors import InvalidConfig, KernelsMissing, UnknownName
@@ -42,6 +43,10 @@ class PlainForward:
     """The model as `llama.py` writes it, with the attention of `attention.py`: any device, any number format."""
 
     def __init__(self, model: Llama) -> None:
+        if not len(model.layers):
+            raise InvalidConfig(
+                'the plain weights of this model were dropped when it was packed; load it again with kernels="plain"'
+            )
         self.model = model
 
     def forward(self, flat: FlatBatch, cache: PagedCache) -> Tensor:
@@ -72,7 +77,13 @@ def choose_forward(loaded: LoadedModel, kernels: str = "auto") -> tuple[Forward,
         if kernels == "native":
             raise
         return PlainForward(loaded.model), f"plain PyTorch: {error}"
-    return Decoder(loaded.model, found), f"compiled kernels for this processor, {loaded.dtype}"
+    if loaded.model not in _DECODERS:
+        _DECODERS[loaded.model] = Decoder(loaded.model, found)
+    return _DECODERS[loaded.model], f"compiled kernels for this processor, {loaded.dtype}"
+
+
+_DECODERS: WeakKeyDictionary[Llama, Decoder] = WeakKeyDictionary()
+"""The decoder of each model that has one: weights are packed once, and all executors of a model share them."""
 
 
 class ModelExecutor:
@@ -123,6 +134,14 @@ class ModelExecutor:
     def swap_in(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Copy blocks back: (host block, block) each."""
         self.host.copy_blocks(self.cache, blocks)
+
+    def drop_plain_weights(self) -> None:
+        """Where packed weights are computed with, forget the plain ones: half of the memory of a model.
+
+        Other executors of the same model can still be made, but no plain one.
+        """
+        if isinstance(self._forward, Decoder):
+            self.loaded.model.layers = nn.ModuleList()
 
     @torch.inference_mode()
     def forward(self, flat: FlatBatch) -> Tensor:

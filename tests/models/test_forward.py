@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from contbatch.batch import BatchedRequest, ScheduledBatch
 from contbatch.errors import ContbatchError, InvalidConfig
-from contbatch.models import ModelExecutor
+from contbatch.models import ModelExecutor, RopeScaling
 from contbatch.request import SamplingParams
 from tests.models.tiny import Floats, Sequences, dense_logits, tiny_config, tiny_model, tokens
 
@@ -37,6 +38,29 @@ def test_mixed_steps_equal_the_dense_reference(block_size: int, num_kv_heads: in
         expected = [dense[index][run.done[index] - 1] for index in counts]
         assert_equal(logits, expected)
     assert run.done == [23, 9, 30]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qkv_bias": True},
+        {"qkv_bias": True, "output_bias": True},
+        {"qk_norm": True},
+        {"qkv_bias": True, "output_bias": True, "qk_norm": True},
+        {"rope_scaling": RopeScaling("linear", 3.0)},
+    ],
+    ids=str,
+)
+def test_each_switch_of_a_family(changes: dict[str, Any]) -> None:
+    """Biases, norms of queries and keys, and stretched positions, in 64 bits."""
+    model = tiny_model(tiny_config(**changes))
+    text = tokens(26)
+    dense = dense_logits(model, text)
+    run = Sequences(model, 4, [text])
+    for count in (13, 12, 1):
+        assert_equal(run.step({0: count}), [dense[run.done[0] - 1]])
+    plain = dense_logits(tiny_model(), text)
+    assert np.abs(dense - plain).max() > 1e-2, "the switch changes nothing"
 
 
 @settings(max_examples=40)
@@ -178,5 +202,5 @@ def test_sizes_below_one_are_refused(num_blocks: int, block_size: int, name: str
 
 def test_a_cache_that_does_not_fit_says_how_big_it_is() -> None:
     """Ask for more memory than any machine has."""
-    with pytest.raises(InvalidConfig, match=r"GB on cpu.*lower num_blocks"):
+    with pytest.raises(InvalidConfig, match=r"GB on cpu.*set num_blocks to at most \d+"):
         ModelExecutor(tiny_model(), 10**15, 16)

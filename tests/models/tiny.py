@@ -108,7 +108,9 @@ def dense_logits(model: LoadedModel, token_ids: Sequence[int]) -> Floats:
     for n in range(c.num_layers):
         p = f"layers.{n}."
         h = _norm(x, w[p + "input_layernorm.weight"], c.norm_eps)
-        q, k, v = (h @ w[f"{p}self_attn.{name}_proj.weight"].T for name in "qkv")
+        q, k, v = (
+            h @ w[f"{p}self_attn.{name}_proj.weight"].T + _bias(w, f"{p}self_attn.{name}_proj") for name in "qkv"
+        )
         heads = []
         for head in range(c.num_heads):
             shared = head // (c.num_heads // c.num_kv_heads)
@@ -116,8 +118,12 @@ def dense_logits(model: LoadedModel, token_ids: Sequence[int]) -> Floats:
                 slice(head * c.head_dim, (head + 1) * c.head_dim),
                 slice(shared * c.head_dim, (shared + 1) * c.head_dim),
             )
-            heads.append(_one_head(_turn(q[:, mine], c), _turn(k[:, theirs], c), v[:, theirs]))
-        x = x + np.concatenate(heads, axis=1) @ w[p + "self_attn.o_proj.weight"].T
+            query, key = q[:, mine], k[:, theirs]
+            if c.qk_norm:
+                query = _norm(query, w[p + "self_attn.q_norm.weight"], c.norm_eps)
+                key = _norm(key, w[p + "self_attn.k_norm.weight"], c.norm_eps)
+            heads.append(_one_head(_turn(query, c), _turn(key, c), v[:, theirs]))
+        x = x + np.concatenate(heads, axis=1) @ w[p + "self_attn.o_proj.weight"].T + _bias(w, p + "self_attn.o_proj")
         h = _norm(x, w[p + "post_attention_layernorm.weight"], c.norm_eps)
         gate, up = h @ w[p + "mlp.gate_proj.weight"].T, h @ w[p + "mlp.up_proj.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w[p + "mlp.down_proj.weight"].T
@@ -129,9 +135,16 @@ def _norm(x: Floats, weight: Floats, eps: float) -> Floats:
     return np.asarray(x / np.sqrt((x**2).mean(axis=1, keepdims=True) + eps) * weight)
 
 
+def _bias(weights: dict[str, Floats], name: str) -> Floats:
+    return weights.get(f"{name}.bias", np.zeros(1))
+
+
 def _turn(x: Floats, config: ModelConfig) -> Floats:
     half = config.head_dim // 2
     speed = config.rope_theta ** (-np.arange(half) / half)
+    if config.rope_scaling is not None:
+        assert config.rope_scaling.kind == "linear", "the other kinds are compared with transformers"
+        speed = speed / config.rope_scaling.factor
     turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.outer(np.arange(len(x)), speed))
     return np.concatenate([turned.real, turned.imag], axis=1)
 

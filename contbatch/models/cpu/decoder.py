@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from contbatch.batch import FlatBatch
 from contbatch.models.attention import PagedCache
+from contbatch.models.config import ModelConfig
 from contbatch.models.cpu.native import Kernels, at
 from contbatch.models.cpu.packing import interleave, pack, pad_rows
 from contbatch.models.llama import DecoderLayer, Llama, RMSNorm, rotary
@@ -51,8 +52,7 @@ class Layer(NamedTuple):
 class Workspace:
     """Buffers for the activations of up to `rows` tokens."""
 
-    def __init__(self, model: Llama, rows: int) -> None:
-        config, dtype = model.config, model.embed_tokens.weight.dtype
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, rows: int) -> None:
         heads = config.num_heads + 2 * config.num_kv_heads
         self.rows = rows
         self.hidden = at(torch.empty(rows, config.hidden_size))
@@ -73,21 +73,22 @@ class Decoder:
     """
 
     def __init__(self, model: Llama, kernels: Kernels) -> None:
-        self.model, self.kernels = model, kernels
+        self.config, self.kernels = model.config, kernels
+        self.embedding: Tensor = model.embed_tokens.weight
         self.layers = [self._pack_layer(layer) for layer in model.layers]  # type: ignore[arg-type]
         self.norm = at(model.norm.weight.float())
         head = model.embed_tokens if model.config.tied_head else model.lm_head
         self.head = self._pack(head.weight)
-        self.workspace = Workspace(model, 0)
+        self.workspace = self._workspace(0)
 
     def forward(self, flat: FlatBatch, cache: PagedCache) -> Tensor:
         """Logits [S, vocab_size] in float32; K and V of all T tokens are in the cache after."""
-        rows, config = flat.num_tokens, self.model.config
+        rows = flat.num_tokens
         if rows > self.workspace.rows:
-            self.workspace = Workspace(self.model, rows)
+            self.workspace = self._workspace(rows)
         hidden = self.workspace.hidden[:rows]
-        hidden.copy_(self.model.embed_tokens.weight[torch.from_numpy(flat.input_ids)])
-        cos, sin = (at(x.contiguous()) for x in rotary(torch.from_numpy(flat.positions), config, torch.float32))
+        hidden.copy_(self.embedding[torch.from_numpy(flat.input_ids)])
+        cos, sin = (at(x.contiguous()) for x in rotary(torch.from_numpy(flat.positions), self.config, torch.float32))
         arrays = [at(torch.from_numpy(x)) for x in (flat.slot_mapping, flat.block_tables, attention_tasks(flat))]
         for layer, keys_values in zip(self.layers, cache.data, strict=True):
             self._layer(layer, at(keys_values), rows, cos, sin, cache.block_size, *arrays)
@@ -105,7 +106,7 @@ class Decoder:
         tables: Tensor,
         tasks: Tensor,
     ) -> None:
-        work, kernels, c = self.workspace, self.kernels, self.model.config
+        work, kernels, c = self.workspace, self.kernels, self.config
         heads = (c.num_heads, c.num_kv_heads, c.head_dim)
         self._norm(work.hidden, layer.attention_norm, work.normed, rows)
         self._product(work.normed, layer.qkv, work.qkv, rows, STORE)
@@ -116,6 +117,9 @@ class Decoder:
         self._product(work.normed, layer.gate_up, work.gated, rows, SWIGLU)
         self._product(work.gated, layer.down, work.hidden, rows, ADD)
 
+    def _workspace(self, rows: int) -> Workspace:
+        return Workspace(self.config, self.embedding.dtype, rows)
+
     def _logits(self, hidden: Tensor) -> Tensor:
         normed = at(torch.empty_like(hidden, dtype=self.workspace.normed.dtype))
         logits = at(torch.empty(len(hidden), self.head.columns))
@@ -124,7 +128,7 @@ class Decoder:
         return logits
 
     def _norm(self, x: Tensor, weight: Tensor, out: Tensor, rows: int) -> None:
-        self.kernels.rms_norm(x, weight, self.model.config.norm_eps, out, rows, x.shape[1])
+        self.kernels.rms_norm(x, weight, self.config.norm_eps, out, rows, x.shape[1])
 
     def _product(self, x: Tensor, weight: Weight, out: Tensor, rows: int, ending: int) -> None:
         self.kernels.product(x, weight.packed, weight.bias, out, rows, weight.inner, weight.columns, ending)
@@ -142,8 +146,8 @@ class Decoder:
             down=self._pack(mlp.down_proj.weight),
             attention_norm=at(layer.input_layernorm.weight.float()),
             mlp_norm=at(layer.post_attention_layernorm.weight.float()),
-            q_norm=_weight(getattr(attention, "q_norm", None)),
-            k_norm=_weight(getattr(attention, "k_norm", None)),
+            q_norm=_weight(attention.q_norm),
+            k_norm=_weight(attention.k_norm),
         )
 
     def _pack(self, weight: Tensor, bias: Tensor | None = None) -> Weight:
@@ -152,8 +156,9 @@ class Decoder:
         return Weight(at(pack(weight, lanes)), padded, weight.shape[1], len(weight))
 
 
-def _weight(norm: RMSNorm | None) -> Tensor | None:
-    return None if norm is None else at(norm.weight.float())
+def _weight(norm: nn.Module) -> Tensor | None:
+    """The weights of a head's norm; None for a family without."""
+    return at(norm.weight.float()) if isinstance(norm, RMSNorm) else None
 
 
 def attention_tasks(flat: FlatBatch) -> NDArray[np.int64]:
