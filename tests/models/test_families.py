@@ -15,7 +15,8 @@ import pytest
 import torch
 import transformers
 
-from contbatch.models import LoadedModel, ModelConfig, load_model, read_folder, write_folder
+from contbatch.errors import CheckpointError
+from contbatch.models import LoadedModel, ModelConfig, RopeScaling, load_model, read_folder, write_folder
 from contbatch.models.llama import frequencies, rotary
 from tests.models.tiny import Floats, Sequences, tiny_config, tiny_tokenizer, tokens
 
@@ -142,6 +143,17 @@ def test_rotary_fields_in_their_old_form(tmp_path: Path, family: str) -> None:
     assert new.rope_theta == FAMILIES[family][1]["rope_parameters"]["rope_theta"]
 
 
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_a_window_that_is_switched_off(tmp_path: Path, family: str) -> None:
+    """Published Qwen configs name a window beside `use_sliding_window: false`; no layer has one."""
+    model = make(tmp_path, *FAMILIES[family])
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["layer_types"]
+    path.write_text(json.dumps({**fields, "use_sliding_window": False, "sliding_window": 16, "max_window_layers": 1}))
+    assert largest_difference(load_model(tmp_path), model) <= DIFFERENCE
+
+
 @pytest.mark.parametrize(("family", "changes"), FAMILIES.values(), ids=FAMILIES.keys())
 def test_what_is_written_is_read_by_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     """`write_folder` names the family that computes the same."""
@@ -172,6 +184,30 @@ def test_frequencies_equal_transformers(rope: dict[str, Any], head_dim: int) -> 
     ours = ModelConfig.from_huggingface({**config.to_dict(), "architectures": ["LlamaForCausalLM"]})
     found = frequencies(ours, torch.float32, torch.device("cpu"))
     np.testing.assert_allclose(found.numpy(), theirs.numpy(), rtol=2.4e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "yarn", "factor": 2.0}, "kind 'yarn' is not supported"),
+        ({"kind": "linear", "factor": float("inf")}, "factor of the rotary scaling is inf"),
+        ({"kind": "linear", "factor": True}, "factor of the rotary scaling is True"),
+        ({"kind": "linear", "factor": 2.0, "divisors": (1.0,)}, "'linear' has 1 divisors"),
+        ({"kind": "divisors"}, "'divisors' has 0 divisors"),
+        ({"kind": "divisors", "divisors": (1.0, float("nan"))}, "a divisor of the rotary scaling is nan"),
+    ],
+)
+def test_scalings_that_scale_nothing_sensibly(arguments: dict[str, Any], message: str) -> None:
+    """Bad input: refused when they are made."""
+    with pytest.raises(CheckpointError, match=message):
+        RopeScaling(**arguments)
+
+
+def test_switches_that_no_family_has(tmp_path: Path) -> None:
+    """They can be computed and not be named in a config.json."""
+    for switches in ({"qkv_bias": True, "qk_norm": True}, {"output_bias": True}):
+        with pytest.raises(CheckpointError, match="no family has qkv_bias="):
+            tiny_config(**switches).to_huggingface()
 
 
 def test_rotary_reads_no_position_on_the_host() -> None:
