@@ -93,7 +93,7 @@ def greedy_margins(loaded: LoadedModel, prompt: str, tokens: int) -> tuple[tuple
         tokens: so many.
     """
     config = SchedulerConfig(max_model_len=loaded.config.max_model_len, num_blocks=64)
-    executor = ModelExecutor(loaded, config.num_blocks, config.block_size)
+    executor = ModelExecutor(loaded, config.num_blocks, config.block_size, kernels="plain")
     engine = Engine(executor, config, tokenizer=loaded.tokenizer)
     answer = engine.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True))[0]
     logits = all_logits(executor, (*answer.prompt_token_ids, *answer.token_ids))
