@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from contbatch.errors import InvalidRequest
@@ -300,7 +301,7 @@ class FlatBatch:
         sampled = [index for index, part in enumerate(parts) if part.sample]
         return cls(
             request_ids=tuple(part.request_id for part in parts),
-            input_ids=np.array([token for part in parts for token in part.token_ids], dtype=np.int64),
+            input_ids=np.fromiter(chain.from_iterable(part.token_ids for part in parts), np.int64, cu_seqlens[-1]),
             positions=positions,
             slot_mapping=tables[row, positions // block_size] * block_size + positions % block_size,
             cu_seqlens=cu_seqlens,
