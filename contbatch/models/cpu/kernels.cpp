@@ -40,7 +40,7 @@ constexpr int PANEL = 2 * LANES;  // columns of a product that are computed toge
 typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));  // at any address
-typedef int32_t LooseInts __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t LooseInts __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 
 INLINE Vec load(const float* p) { return *(const Loose*)p; }
 INLINE void store(float* p, Vec v) { *(Loose*)p = v; }
@@ -409,42 +409,62 @@ struct Attention {
     Heads h;
 };
 
-typedef const float* Rows[LANES];
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;  // bf16 keys are multiplied as they are
+#else
+constexpr bool PAIRS = false;
+#endif
 
 // One head's keys or values of LANES tokens, each filled up to whole vectors. Where they lie like that in the cache
 // they stay there; otherwise they are copied. Tokens from `count` on are the first one again. The tokens behind these
 // (`ahead`) are asked for, so that they come while these are computed with.
-template <class T>
+template <class T, class U>
 static void fetch(const T* const* slots, const T* const* ahead, long count, long offset, long size, long padded,
-                  float* copies, Rows& rows) {
+                  U* copies, const U* (&rows)[LANES]) {
     for (long j = 0; j < LANES; j++) {
         for (const char *p = (const char*)(ahead[j] + offset), *end = p + size * sizeof(T); p < end; p += 64)
             __builtin_prefetch(p, 0, 2);
         const T* from = slots[j] + offset;
-        if constexpr (std::is_same<T, float>::value)
+        if constexpr (std::is_same<T, U>::value)
             if (size == padded) {
                 rows[j] = from;
                 continue;
             }
         rows[j] = copies + (j < count ? j * padded : 0);
-        if (j >= count) continue;
-        long i = 0;
-        for (float* to = copies + j * padded; i + LANES <= size; i += LANES) store(to + i, load(from + i));
-        for (; i < size; i++) copies[j * padded + i] = from[i];
+        if constexpr (std::is_same<U, float>::value)
+            if (j < count) {
+                long i = 0;
+                for (U* to = copies + j * padded; i + LANES <= size; i += LANES) store(to + i, load(from + i));
+                for (; i < size; i++) copies[j * padded + i] = from[i];
+            }
     }
 }
 
-// Take up to LANES more tokens into the running softmax of one query. Its state: the largest score so far, then a
-// vector of sums of shares, then the values weighted with the shares.
-template <int WIDTH>
-INLINE void attend(const float* q, const Rows& keys, const Rows& values, long count, long padded, float* state) {
-    const long width = WIDTH ? WIDTH : padded;  // known to the compiler for the usual sizes of a head
-    Vec dots[LANES] = {};
+// Parts of the products of one query with LANES keys: the lanes of each add up to one score.
+INLINE void multiply_keys(Vec (&dots)[LANES], const float* q, const float* const* keys, long width) {
     for (long i = 0; i < width; i += LANES) {
         Vec part = load(q + i);
 #pragma GCC unroll 16
         for (int j = 0; j < LANES; j++) dots[j] += part * load(keys[j] + i);
     }
+}
+
+INLINE void multiply_keys(Vec (&dots)[LANES], const bf16* q, const bf16* const* keys, long width) {
+    for (long i = 0; i < width; i += 2 * LANES) {
+        Ints part = *(const LooseInts*)(q + i);
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) add_pair(dots[j], part, *(const LooseInts*)(keys[j] + i));
+    }
+}
+
+// Take up to LANES more tokens into the running softmax of one query. Its state: the largest score so far, then a
+// vector of sums of shares, then the values weighted with the shares.
+template <int WIDTH, class Key>
+INLINE void attend(const Key* q, const Key* const* keys, const float* const* values, long count, long padded,
+                   float* state) {
+    const long width = WIDTH ? WIDTH : padded;  // known to the compiler for the usual sizes of a head
+    Vec dots[LANES] = {};
+    multiply_keys(dots, q, keys, width);
     Ints seen = lane() < (int)count;
     Vec scores = seen ? sums(dots) : all(-INFINITY);
     float highest = std::max(state[0], largest(scores));
@@ -472,11 +492,13 @@ static void run(const Attention<T>& a, const Task& task) {
     const long width = (a.h.queries + 2 * a.h.keys) * size, step = 2 * LANES + padded, slot = 2 * a.h.keys * size;
     const long rows = task.count * a.h.queries, end = task.position + task.count;
     const float scale = 1.0f / std::sqrt((float)size);
-    std::vector<float> state(rows * step), q(rows * padded), keys(LANES * padded), values(LANES * padded);
+    typedef typename std::conditional<PAIRS && WIDTH % (2 * LANES) == 0 && WIDTH, T, float>::type Key;
+    std::vector<float> state(rows * step), values(LANES * padded);
+    std::vector<Key> q(rows * padded), keys(LANES * padded);
     const float* first = a.qkv + task.row * width;
     for (long n = 0; n < rows; n++) {
         const float* from = first + n / a.h.queries * width + n % a.h.queries * size;
-        for (long i = 0; i < size; i++) q[n * padded + i] = from[i] * scale;
+        for (long i = 0; i < size; i++) q[n * padded + i] = narrow(from[i] * scale, Key{});
         state[n * step] = -INFINITY;
     }
     auto place = [&](long p) {
@@ -484,7 +506,8 @@ static void run(const Attention<T>& a, const Task& task) {
         return a.cache + (block * a.block_size + p % a.block_size) * slot;
     };
     const T *slots[LANES], *ahead[LANES];
-    Rows k, v;
+    const Key* k[LANES];
+    const float* v[LANES];
     for (long j = 0; j < LANES; j++) ahead[j] = place(std::min(j, end - 1));
     for (long start = 0; start < end; start += LANES) {
         const long count = std::min<long>(LANES, end - start);
