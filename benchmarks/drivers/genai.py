@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
-
 from protocol import Serve, Times, Tokens, main
 
 

@@ -9,9 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
-
 from protocol import Serve, Times, Tokens, main
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 PAD = 2
 
@@ -46,7 +45,7 @@ def static(model: Any, requests: list[dict[str, Any]], slots: int, start: float)
         mask = [[0] * (width - len(request["prompt"])) + [1] * len(request["prompt"]) for request in batch]
         longest = max(request["max_tokens"] for request in batch)
         out = model.generate(torch.tensor(ids), attention_mask=torch.tensor(mask), max_new_tokens=longest)
-        for number, (request, row) in enumerate(zip(batch, out[:, width:].tolist()), start=begin):
+        for number, (request, row) in enumerate(zip(batch, out[:, width:].tolist(), strict=True), start=begin):
             tokens[number] = row[: request["max_tokens"]]
     return tokens, {}
 

@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 import xllamacpp
-
 from protocol import Serve, Times, Tokens, main
 
 

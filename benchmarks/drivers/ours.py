@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from protocol import Serve, Times, Tokens, main
 
 import contbatch
 from contbatch import Engine, SamplingParams
 from contbatch.engine import TokenEvent
-
-from protocol import Serve, Times, Tokens, main
 
 
 def load(settings: dict[str, Any]) -> tuple[Serve, dict[str, str]]:

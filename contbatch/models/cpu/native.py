@@ -16,6 +16,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import warnings
+from collections.abc import Sequence
 from ctypes import c_float, c_long, c_void_p
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ class Kernels:
     """The functions of one number format, as `kernels.cpp` documents them; pointers and sizes go in unchecked."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.lanes: int = library.lanes()
         self.product, self.rms_norm, self.rope_and_store, self.attention = (
             self._function(library, name, dtype) for name in _ARGUMENTS
@@ -73,18 +76,41 @@ def load_kernels(dtype: torch.dtype) -> Kernels:
     """
     if dtype not in DTYPES:
         raise KernelsMissing(f"there are no kernels for {dtype}; use float32 or bfloat16")
-    return Kernels(_library(), dtype)
+    library = _library()
+    if isinstance(library, KernelsMissing):
+        raise KernelsMissing(str(library))
+    return Kernels(library, dtype)
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    path = built_path()
-    if not path.is_file():
-        _build(path)
+def _library() -> ctypes.CDLL | KernelsMissing:
+    """The library, or why there is none: neither is tried twice in a process."""
     try:
+        path = built_path()
+    except KernelsMissing as error:
+        return error  # no compiler: `contbatch doctor` tells, nobody is warned
+    try:
+        if not _is_whole(path):
+            build(path)
         return ctypes.CDLL(str(path))
+    except KernelsMissing as error:
+        warnings.warn(f"{error}; the plain PyTorch path runs instead", RuntimeWarning, stacklevel=2)
+        return error
     except OSError as error:
-        raise KernelsMissing(f"{path} cannot be loaded: {error}; remove it, and it is built again") from error
+        return KernelsMissing(f"{path} cannot be loaded: {error}; remove it, and it is built again")
+
+
+def _is_whole(path: Path) -> bool:
+    """True if the file is what was built: loading a damaged one could end the process."""
+    try:
+        return _digest(path) == path.with_suffix(".sha256").read_text()
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def compiler() -> str:
@@ -106,17 +132,27 @@ def built_path() -> Path:
     return cache_folder() / "kernels" / f"{name}.so"
 
 
-def _build(path: Path) -> None:
-    """Compile beside the target and move it there at once, so that two processes do not meet a half file."""
+def build(path: Path, options: Sequence[str] = ()) -> None:
+    """Compile beside the target and move it there at once, so that no process meets a half file.
+
+    Args:
+        options: for the compiler, after `OPTIONS`: another processor, for instance.
+
+    Raises:
+        KernelsMissing: there is no compiler, or it failed.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             target = Path(folder) / path.name
-            command = [compiler(), *OPTIONS, str(SOURCE), *_openmp(), "-o", str(target)]
+            command = [compiler(), *OPTIONS, *options, str(SOURCE), *_openmp(), "-o", str(target)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
             if done.returncode:
                 raise KernelsMissing(f"{command[0]} could not compile {SOURCE.name}: {_first_error(done.stderr)}")
+            digest = target.with_suffix(".sha256")
+            digest.write_text(_digest(target))
             target.replace(path)
+            digest.replace(path.with_suffix(".sha256"))
     except subprocess.TimeoutExpired as error:
         raise KernelsMissing(f"{error.cmd[0]} did not compile {SOURCE.name} within {SECONDS} s") from error
     except OSError as error:
