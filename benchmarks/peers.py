@@ -48,6 +48,9 @@ PACKAGES = {
 }
 """What each environment gets."""
 
+UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}
+"""What comes with an engine and keeps it from starting: built for another torch than the one that comes, and unused."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -123,6 +126,9 @@ def make_environment(folder: Path, engine: str) -> None:
     venv.create(folder, with_pip=True)
     install = ["-m", "pip", "install", "--quiet", *PACKAGES[engine]]
     subprocess.run([str(folder / "bin" / "python"), *install], check=True, stdout=sys.stderr)
+    if engine in UNWANTED:
+        remove = ["-m", "pip", "uninstall", "--quiet", "--yes", *UNWANTED[engine]]
+        subprocess.run([str(folder / "bin" / "python"), *remove], check=True, stdout=sys.stderr)
 
 
 def write_checkpoint(folder: Path) -> None:

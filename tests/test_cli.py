@@ -175,7 +175,17 @@ def test_lab_starts_jupyterlab_in_the_folder_with_our_options(tmp_path: Path, mo
 def test_doctor_finds_everything_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("doctor") == 0
     said = capsys.readouterr().out
-    for subject in ("Python", "torch", "devices", "threads", "model pocket", "notebooks", "Jupyter kernel", "Chromium"):
+    for subject in (
+        "Python",
+        "torch",
+        "devices",
+        "threads",
+        "CPU kernels",
+        "model pocket",
+        "notebooks",
+        "Jupyter kernel",
+        "Chromium",
+    ):
         assert subject in said
 
 

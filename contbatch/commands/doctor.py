@@ -111,6 +111,22 @@ def _torch() -> Iterator[Finding]:
         return
     yield Finding("ok", "devices", ", ".join(_device(name, torch) for name in available_devices()))
     yield Finding("ok", "threads", f"{torch.get_num_threads()} for PyTorch, {os.cpu_count()} cores in this machine")
+    yield _kernels()
+
+
+def _kernels() -> Finding:
+    """How a model on the CPU is computed. Builds the kernels if need be: the next start is then a quick one."""
+    import torch
+
+    from contbatch.errors import KernelsMissing
+    from contbatch.models.cpu.native import compiler, load_kernels
+
+    try:
+        kernels = load_kernels(torch.float32)
+    except KernelsMissing as error:
+        remedy = "only to be faster: apt-get install g++, or set CXX to a C++ compiler"
+        return Finding("note", "CPU kernels", f"plain PyTorch runs: {error}", remedy)
+    return Finding("ok", "CPU kernels", f"compiled for {kernels.made_for}, with {compiler()}")
 
 
 def _device(name: str, torch: object) -> str:

@@ -79,7 +79,7 @@ def choose_forward(loaded: LoadedModel, kernels: str = "auto") -> tuple[Forward,
         return PlainForward(loaded.model), f"plain PyTorch: {error}"
     if loaded.model not in _DECODERS:
         _DECODERS[loaded.model] = Decoder(loaded.model, found)
-    return _DECODERS[loaded.model], f"compiled kernels for this processor, {loaded.dtype}"
+    return _DECODERS[loaded.model], f"compiled kernels, {found.made_for}"
 
 
 _DECODERS: WeakKeyDictionary[Llama, Decoder] = WeakKeyDictionary()

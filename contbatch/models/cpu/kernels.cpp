@@ -566,3 +566,9 @@ EXPORT(float, float32)
 EXPORT(bf16, bfloat16)
 
 extern "C" long lanes() { return LANES; }
+
+extern "C" const char* made_for() {
+    if (have_tiles()) return "AMX tiles and AVX-512";
+    if (PAIRS) return "AVX-512 with bf16";
+    return LANES == 16 ? "AVX-512" : LANES == 8 ? "AVX2 or AVX" : "vectors of 128 bits";
+}

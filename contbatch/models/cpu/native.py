@@ -56,6 +56,9 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.lanes: int = library.lanes()
+        library.made_for.restype = ctypes.c_char_p
+        self.made_for: str = library.made_for().decode()
+        """What of the processor they use."""
         self.product, self.rms_norm, self.rope_and_store, self.attention = (
             self._function(library, name, dtype) for name in _ARGUMENTS
         )
