@@ -187,9 +187,17 @@ def run(case: Case, places: Places, requests: list[dict[str, Any]]) -> dict[str,
     settings = {"dtype": case.dtype, "slots": case.slots, "threads": THREADS, "requests": requests, **case.options}
     settings |= {"model": MODEL, "folder": str(model), "file": str(model)}
     environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": str(ROOT)}
-    command = [str(places.python(case.engine)), str(DRIVERS / f"{case.driver}.py"), json.dumps(settings)]
+    command = [str(places.python(case.engine)), str(DRIVERS / f"{case.driver}.py")]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=environment)
+        done = subprocess.run(
+            command,
+            input=json.dumps(settings),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+            env=environment,
+        )
         return dict(json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {TIMEOUT} s"}

@@ -1,6 +1,6 @@
 """What every driver shares: one engine in a process of its own serves the workload once and says what happened.
 
-`benchmarks/peers.py` starts a driver with the settings as one argument (JSON). The driver loads its engine, warms it
+`benchmarks/peers.py` starts a driver and writes the settings to its input (JSON). The driver loads its engine, warms it
 up, serves all requests, and writes one line of JSON. Engines print what they like: their output goes to the error
 stream, so that this line is all there is on the other one. Only the standard library is used here, because each
 engine has an environment of its own.
@@ -26,7 +26,7 @@ def main(load: Callable[[dict[str, Any]], tuple[Serve, dict[str, str]]]) -> None
     """Run a driver: `load(settings)` returns what serves, and the versions of what it uses."""
     answer, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)
-    settings = json.loads(sys.argv[1])
+    settings = json.load(sys.stdin)
     serve, versions = load(settings)
     serve([{**settings["requests"][0], "max_tokens": 4}], time.perf_counter())
     busy, own, start = _busy(), _own(), time.perf_counter()
