@@ -9,7 +9,7 @@
 //
 // Vectors are the compiler's own (GCC and Clang), as wide as the processor's: one source for AVX-512, AVX2, and others.
 // T is float, or bf16 for weights, cache and the inputs of products; sums are always in float.
-// Left out: checks of sizes and pointers (`native.py` makes them), other number formats.
+// Left out: checks of sizes and pointers (`decoder.py` makes buffers that fit), other number formats.
 
 #include <algorithm>
 #include <cmath>

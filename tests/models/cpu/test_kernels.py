@@ -22,7 +22,7 @@ from tests.models.cpu.calls import numbers
 
 TARGETS = {
     "native": ((), set()),
-    "tiles": (("-DEMULATE_AMX",), set()),
+    "tiles": (("-DEMULATE_AMX",), {"avx512f"}),
     "avx512": (("-march=x86-64-v4",), {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
     "avx2": (("-march=x86-64-v3",), {"avx2", "fma"}),
     "sse2": (("-march=x86-64",), {"sse2"}),
