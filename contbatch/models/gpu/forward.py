@@ -42,6 +42,15 @@ def check_kernels(device: torch.device, dtype: torch.dtype) -> None:
         raise KernelsMissing(f"the Triton kernels have no {dtype}; use one of {', '.join(map(str, kernels.DTYPES))}")
 
 
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """True where `check_kernels` has nothing to say."""
+    try:
+        check_kernels(device, dtype)
+    except KernelsMissing:
+        return False
+    return True
+
+
 class TritonForward:
     """Computes passes with the Triton kernels; see `runner.Forward`.
 

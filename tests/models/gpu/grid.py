@@ -18,14 +18,17 @@ from contbatch.batch import BatchedRequest, FlatBatch, ScheduledBatch
 from contbatch.models import ModelConfig
 from contbatch.models.attention import PagedAttention, PagedCache
 from contbatch.models.gpu import kernels
-from contbatch.models.gpu.forward import TritonAttention
+from contbatch.models.gpu.forward import TritonAttention, TritonForward
+from contbatch.models.gpu.graphs import GraphForward
+from contbatch.models.runner import PlainForward
+from tests.models.tiny import TINY, tiny_model, tokens
 
 SHARED, BLOCK_SIZES, HEAD_DIMS, KV_HEADS = (1, 3, 4, 8), (1, 4, 16), (8, 40, 64), 2
-DECODE = (0, 1, 2, 16, 62, 63, 64, 65)
-"""Contexts of requests with one new token: nothing cached, one, and the borders of a tile of keys."""
-MIXED = ((0, 2), (5, 1), (0, 65), (63, 3), (0, 1))
-"""(context, new tokens): within a tile of queries, one more than a tile, a chunk across a border; single tokens."""
-BORDERS = ((0, 64), (1, 3), (62, 2), (64, 5), (17, 130), (64, 1))
+DECODE = (0, 1, 16, 62, 63, 64, 110)
+"""Contexts of requests with one new token: none, one, the borders of blocks and of a tile of keys, two tiles."""
+MIXED = ((0, 2), (5, 1), (0, 65), (110, 3), (0, 1))
+"""(context, new tokens): within a tile of queries, one more than a tile, a chunk behind two tiles of keys; single tokens."""
+BORDERS = ((0, 64), (1, 3), (62, 3), (64, 5), (17, 130), (64, 1))
 """More of them, for a few sizes only: the interpreter takes its time."""
 CPU = torch.device("cpu")
 
@@ -56,6 +59,7 @@ def caches(shape: ModelConfig, flat: FlatBatch, blocks: int, block_size: int, dt
         for position in range(context):
             slot = int(table[position // block_size]) * block_size + position % block_size
             value = torch.randn(shape.num_layers, 2, KV_HEADS, shape.head_dim, generator=chance).to(dtype)
+            value[:, 0] *= 1 + position / 32  # later keys weigh more, so that the running softmax is rescaled
             for cache in result:
                 cache.data[:, slot] = value
     return result
@@ -105,6 +109,30 @@ def padded_rows() -> dict[str, bool]:
     }
 
 
+@torch.inference_mode()
+def forwards() -> dict[str, float]:
+    """A small model in 32 bits, its passes by `TritonForward` and by recorded decode steps, from the one in 64 bits."""
+    ours, exact = (tiny_model(TINY, dtype=kind).model for kind in (torch.float32, torch.float64))
+    held = [PagedCache(TINY, 30, 4, CPU, kind) for kind in (torch.float32, torch.float64)]
+    for cache in held:
+        cache.data.fill_(torch.nan)
+    graphs, plain = GraphForward(ours, TritonForward(ours), 4), PlainForward(exact)
+    gaps = {}
+    fed = {"prompts": (7, 1, 70), "mixed": (1, 3, 1), "decode": (1, 1, 1)}
+    done = [0, 0, 0]
+    for name, counts in fed.items():
+        parts = []
+        for n, count in enumerate(counts):
+            table = (range(1, 4), range(4, 7), range(7, 30))[n]
+            ids = tokens(count, seed=n + done[n])
+            parts.append(BatchedRequest.prefill(str(n), ids, n, table, done[n]))
+            done[n] += count
+        flat = ScheduledBatch(0, parts).flatten(4)
+        gaps[name] = worst(graphs.forward(flat, held[0]), plain.forward(flat, held[1]))
+    assert graphs.replays == 1
+    return gaps
+
+
 def main() -> None:
     """Compute all cases and print them."""
     found = {}
@@ -115,7 +143,7 @@ def main() -> None:
     for block_size, head_dim in ((4, 40), (16, 64), (16, 128)):
         found[f"borders, block {block_size}, head {head_dim}"] = difference(3, block_size, head_dim, BORDERS)
     half = difference(3, 16, 64, BORDERS, torch.float16)  # the interpreter's products of bfloat16 are wrong
-    print(json.dumps({"float32": found, "float16": half, "padded": padded_rows()}))
+    print(json.dumps({"float32": found, "float16": half, "padded": padded_rows(), "forward": forwards()}))
 
 
 if __name__ == "__main__":

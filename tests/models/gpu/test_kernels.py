@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contbatch.models.gpu.forward import cut
+from contbatch.errors import KernelsMissing
+from contbatch.models.gpu.forward import TritonForward, cut
+from tests.models.tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -47,6 +49,19 @@ def test_half_precision_differs_by_its_rounding_only(found: dict[str, Any]) -> N
 @needs_triton
 def test_a_row_of_length_0_is_0_and_rows_not_named_are_left_alone(found: dict[str, Any]) -> None:
     assert found["padded"] == {"empty": True, "full": True, "untouched": True}
+
+
+@needs_triton
+def test_a_model_with_the_kernels_gives_the_plain_models_logits(found: dict[str, Any]) -> None:
+    assert set(found["forward"]) == {"prompts", "mixed", "decode"}
+    assert max(found["forward"].values()) < 1e-4
+
+
+@needs_triton
+def test_without_a_gpu_the_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(KernelsMissing, match="for a CUDA device, and the model is on cpu"):
+        TritonForward(tiny_model().model)
 
 
 def test_chunks_are_cut_into_tiles_and_single_tokens_are_not() -> None:
