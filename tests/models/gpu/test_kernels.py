@@ -38,7 +38,7 @@ def found() -> dict[str, Any]:
 @needs_triton
 def test_float32_kernels_equal_the_plain_attention_in_64_bits(found: dict[str, Any]) -> None:
     assert len(found["float32"]) == 2 * 4 * 3 * 3 + 3
-    assert {name: gap for name, gap in found["float32"].items() if gap > 2e-6} == {}
+    assert {name: gap for name, gap in found["float32"].items() if gap > 1e-5} == {}
 
 
 @needs_triton
