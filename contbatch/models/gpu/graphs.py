@@ -99,6 +99,12 @@ class GraphForward:
         for bucket in reversed(self.buckets):
             self._step(bucket)
 
+    def step(self, bucket: int, cache: PagedCache) -> Step:
+        """The recorded step of this size over the buffers as they are, for measuring it alone."""
+        if cache is not self._cache:
+            self._adopt(cache)
+        return self._step(bucket)
+
     def _adopt(self, cache: PagedCache) -> None:
         """Forget what was recorded for another cache."""
         blocks = cache.data.shape[1] // cache.block_size - 1
