@@ -79,7 +79,7 @@ class Ahead:
                 continue
             end = start + count
             scheduler.note_progress(request, end, count)
-            if len(request.token_ids) == end or request.token_ids[end] != UNKNOWN_TOKEN:
+            if request.token_ids[end] != UNKNOWN_TOKEN:
                 continue  # a chunk that is not the last
             token = get(request.request_id)
             if type(token) is not int or not 0 <= token < num_ids:
@@ -120,7 +120,8 @@ class Ahead:
         grants, step = self._grants, self._step
         rows = list(zip(grants.requests, grants.starts, grants.counts, strict=True))
         for request, start, count in rows:
-            self._drop_place(request)
+            if self.is_assumed:
+                self._drop_place(request)
             if request in self._ended:
                 self._revive(request)
             if request.status is RequestStatus.RUNNING:

@@ -242,6 +242,7 @@ class OverlappedLoop:
         engine = self._engine
         engine._half_done = True
         self._victims += launched.ahead.withdraw()
+        engine._next_step = launched.record.step
         engine._half_done = False
 
     def _record_undone(self) -> None:

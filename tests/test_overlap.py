@@ -23,7 +23,7 @@ from contbatch.trace import Trace
 from tests.late import LateHandle, LateToy, late_engine
 from tests.swapping import Directed, swap
 from tests.test_rules import NAMED, Client, rule_2_blocks_add_up, rule_8_one_finish_event
-from tests.toy import Bytes, Ticks, Toy, assert_alone, assert_empty, config, params, prompt, serve
+from tests.toy import Bytes, Ticks, assert_alone, assert_empty, config, params, prompt, serve
 
 POLICIES = sorted(NAMED)
 
@@ -263,3 +263,229 @@ def test_any_traffic_keeps_the_rules(policy: str) -> None:
         ahead += run.toy.num_ahead
         failures += run.failures
     assert ahead > 200 and failures > 10
+
+
+def test_an_executor_without_launch_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"ScriptedExecutor has no launch.*overlap=False"):
+        Engine(ScriptedExecutor(), overlap=True)
+
+
+def test_a_surprising_end_throws_the_token_of_the_next_step_away() -> None:
+    """The end of sequence is known when the next step is on its way already: that token is nowhere to be seen."""
+    engine, toy = late_engine(config(pool=8))
+    others = toy.alone(prompt(5), params(6))
+    stop = SamplingParams(max_tokens=6, stop_token_ids=[others[2]])
+    engine.add_request(prompt(5), stop, request_id="a")
+    engine.add_request(prompt(6, 1), params(8), request_id="b")
+    done = {completion.request_id: completion for completion in engine.run()}
+    assert done["a"].token_ids == others[:3] and done["a"].finish_reason is FinishReason.STOP
+    computed = [part.request_id for batch in toy.batches for part in batch]
+    recorded = [name for step in engine.trace.steps for name in step.request_ids]
+    assert (computed.count("a"), recorded.count("a")) == (4, 3), "it was computed, and thrown away"
+    assert sum("a" in step.sampled for step in engine.trace.steps) == 3
+    assert_empty(engine)
+
+
+def test_when_the_last_request_ends_nothing_stays_on_its_way() -> None:
+    engine, toy = late_engine(config(pool=8))
+    stop = toy.alone(prompt(5), params(3))[-1]
+    engine.generate([prompt(5)], SamplingParams(max_tokens=9, stop_token_ids=[stop]))
+    assert not toy.pending and toy.num_launched == len(engine.trace.steps) + 1
+    engine.add_request(prompt(5), params(2), request_id="next")
+    assert engine.trace.requests["next"].arrival_step == len(engine.trace.steps)
+    engine.run()
+    assert_alone(toy, engine.completions, params(2))
+
+
+def two_turns(overlap: bool) -> list[int]:
+    """Cached tokens of a second turn whose prompt holds the first turn's answer."""
+    engine, _ = late_engine(config(pool=32), overlap=overlap)
+    first = engine.generate([prompt(6)], params(11))[0]
+    engine.generate([[*first.prompt_token_ids, *first.token_ids, 9]], params(2))
+    return [count for step in engine.trace.steps for count in step.cached.values()]
+
+
+def test_blocks_that_hold_a_generated_token_are_found_again() -> None:
+    assert two_turns(overlap=True) == two_turns(overlap=False) == [16]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_a_failed_result_leaves_nothing_in_the_prefix_cache_and_is_run_again(max_tokens: int) -> None:
+    """With max_tokens=1 the request had ended by length when its step failed: it is back."""
+    engine, toy = late_engine(config(pool=16))
+    engine.add_request(prompt(9), params(max_tokens), request_id="a")
+    toy.before = fail_once()
+    with pytest.raises(StepFailed, match="step 0 raised RuntimeError"):
+        engine.step()
+    assert engine.has_unfinished and engine.scheduler.pool.num_cached == 0 and not engine.scheduler.pool.num_used
+    engine.run()
+    assert not any(step.cached for step in engine.trace.steps)
+    assert_alone(toy, engine.completions, params(max_tokens))
+    assert_empty(engine)
+
+
+def fail_once() -> Any:
+    """An executor's hook that raises the first time."""
+    failures = [RuntimeError("device lost")]
+
+    def hook(_: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    return hook
+
+
+def test_a_launch_that_fails_does_not_cost_the_tokens_of_the_step_before() -> None:
+    engine, toy = late_engine(config(pool=16))
+    engine.add_request(prompt(5), params(4), request_id="a")
+    engine.step()
+    toy.on_launch = fail_once()
+    assert [event.token_id for event in engine.step()] == [engine.scheduler.requests["a"].token_ids[-1]]
+    with pytest.raises(StepFailed, match="step 2 raised"):
+        engine.step()
+    engine.run()
+    assert_alone(toy, engine.completions, params(4))
+    assert_empty(engine)
+
+
+def test_a_policy_that_fails_while_planning_ahead_does_not_cost_the_tokens_either() -> None:
+    policy = Directed()
+    engine, toy = late_engine(config(pool=16), policy)
+    engine.add_request(prompt(5), params(4), request_id="a")
+    engine.step()
+
+    def wrong(step: Step) -> None:
+        step.grant(step.running[0], 99)
+
+    policy.decide = wrong
+    assert len(engine.step()) == 1
+    with pytest.raises(PolicyError, match="grant of 99 tokens"):
+        engine.step()
+    engine.run()
+    assert_alone(toy, engine.completions, params(4))
+
+
+def test_an_interrupt_while_waiting_loses_nothing() -> None:
+    engine, toy = late_engine(config(pool=16))
+    engine.add_request(prompt(5), params(4), request_id="a")
+    engine.step()
+
+    def interrupt(_: object) -> None:
+        toy.before = None
+        raise KeyboardInterrupt
+
+    toy.before = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    toy.pending.clear()
+    engine.scheduler.check()
+    engine.run()
+    assert_alone(toy, engine.completions, params(4))
+    assert_empty(engine)
+
+
+def test_a_request_in_flight_is_preempted_and_its_token_comes_all_the_same() -> None:
+    """Its blocks are taken by another in the plan that is made before its token is known."""
+    policy = Directed()
+    engine, toy = late_engine(config(pool=4, prefix=False), policy)
+    engine.add_request(prompt(7), params(6), request_id="a")
+    engine.add_request(prompt(7, 1), params(6), request_id="b")
+    engine.step()
+    before = len(engine.scheduler.requests["b"].token_ids)
+    events = engine.step()
+    assert [event.request_id for event in events] == ["a", "b"] and len(engine.scheduler.requests) == 2
+    b = engine.scheduler.requests["b"]
+    assert b.status is RequestStatus.PREEMPTED and len(b.token_ids) == before + 1
+    engine.run()
+    assert_alone(toy, engine.completions, params(6))
+    assert_empty(engine)
+
+
+def test_no_content_of_a_failed_row_stays_in_the_cache() -> None:
+    """A row of NaN at the last token: the request had given its blocks back already."""
+    engine, toy = late_engine(config(pool=16))
+    engine.add_request(prompt(9), params(1), request_id="a")
+    toy.change = lambda sampled: sampled.update(a=ValueError("nan"))
+    event = engine.step()[0]
+    assert event.finish_reason is FinishReason.ERROR and engine.completions["a"].token_ids == ()
+    assert engine.scheduler.pool.num_cached == 0
+    assert_empty(engine)
+
+
+def test_the_times_of_a_trace_show_the_overlap() -> None:
+    traces: dict[bool, Trace] = {}
+    for overlap in (True, False):
+        engine, _ = late_engine(config(pool=16), overlap=overlap)
+        engine.generate([prompt(5), prompt(7, 1)], params(6))
+        traces[overlap] = engine.trace
+    for overlap, trace in traces.items():
+        pairs = list(zip(trace.steps, trace.steps[1:], strict=False))
+        assert pairs and all((after.start < before.end) is overlap for before, after in pairs)
+        assert all(before.start < after.start and before.end < after.end for before, after in pairs)
+
+
+class Gated(VllmV1):
+    """Planning a step opens the gate of the step before it; so does the end of everybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = [threading.Event() for _ in range(100)]
+        self.num_planned = self.num_finished = 0
+
+    def schedule(self, step: Step) -> None:
+        """As VllmV1."""
+        super().schedule(step)
+        if self.num_planned:
+            self.gates[self.num_planned - 1].set()
+        self.num_planned += 1
+
+    def on_finish(self, request: Any) -> None:
+        """The last one: no plan will follow."""
+        self.num_finished += 1
+        if self.num_finished == 3:
+            self.gates[self.num_planned - 1].set()
+
+
+class Threaded(LateToy):
+    """A device with a thread of its own: a launched step computes when its gate is open."""
+
+    def __init__(self, *arguments: Any, gates: list[threading.Event], **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.gates = gates
+
+    def launch(self, batch: ScheduledBatch, sampling: Mapping[str, SamplingParams]) -> Worker:  # type: ignore[override]
+        """Start a thread."""
+        return Worker(super().launch(batch, sampling), self.gates[batch.batch_id])
+
+
+@dataclass
+class Worker:
+    """A thread that waits for a gate and computes."""
+
+    handle: LateHandle
+    gate: threading.Event
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        self.thread.start()
+
+    def work(self) -> None:
+        """Nothing before the gate is open; it stays shut for good if nobody plans ahead."""
+        if self.gate.wait(30):
+            self.handle.result()
+
+    def result(self) -> Mapping[str, int | Exception]:
+        """Wait for the thread."""
+        self.thread.join()
+        assert self.gate.is_set(), "the next step was not planned while this one was on its way"
+        return self.handle.result()
+
+
+def test_the_next_step_is_planned_while_the_device_works() -> None:
+    """No step begins to compute before the next one is planned, and still everybody gets the tokens of a run alone."""
+    policy, limits = Gated(), config(pool=32, budget=8, seqs=3)
+    toy = Threaded(limits.num_blocks, limits.block_size, rows=3, gates=policy.gates)
+    engine = Engine(toy, limits, policy, clock=Ticks(), overlap=True)
+    done = engine.generate([prompt(5 + index, index) for index in range(3)], params(6))
+    assert_alone(toy, {completion.request_id: completion for completion in done}, params(6))
+    assert policy.num_planned == toy.num_launched == len(engine.trace.steps)
