@@ -25,13 +25,18 @@ if TYPE_CHECKING:
     IntArray = NDArray[np.int64]
 
 
+UNKNOWN_TOKEN = -1
+"""Stands for a token that a launched step samples and that nobody knows yet. As the only token of a decode part: the
+executor takes it from its own buffer, at row `kv_cache_slot`, where the step before wrote it."""
+
+
 @dataclass(frozen=True)
 class BatchedRequest:
     """The tokens that one request feeds into one forward pass, and where they go.
 
     Args:
         request_id: whose tokens these are.
-        token_ids: the new tokens, at least one.
+        token_ids: the new tokens, at least one; `(UNKNOWN_TOKEN,)` where the step before this one samples it.
         position_offset: position of the first of them in the sequence.
         kv_cache_slot: the request's row in the executor's per-request buffers.
         block_table: ids of the cache blocks that hold the sequence, in order.

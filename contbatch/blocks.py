@@ -164,6 +164,11 @@ class BlockPool:
         if not holders:
             del self._index[key.hash]
 
+    def forget_free(self, key: BlockKey) -> None:
+        """Take the blocks with this content out of the index, as far as nobody holds them."""
+        for block in [block for block in self._index.get(key.hash, ()) if not self.ref_count[block]]:
+            self.forget(block)
+
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Prove the block rule: free + used = total, and each reference count = the tables that hold the block.
 

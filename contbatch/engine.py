@@ -22,6 +22,7 @@ from contbatch.config import SchedulerConfig
 from contbatch.detokenize import Decoder, IncrementalDetokenizer
 from contbatch.errors import DeadlineExceeded, DuplicateRequest, InvalidConfig, InvalidRequest, StepFailed
 from contbatch.executor import Executor
+from contbatch.overlap import OverlappedLoop
 from contbatch.plan import Grants, IterationPlan
 from contbatch.policies import policy_by_name
 from contbatch.policy import Policy
@@ -106,6 +107,8 @@ class Engine:
         seed: where a sampled request brings no seed, its seed comes from here.
         record_to: write the trace to this file as the run goes on, and keep neither it nor completions in memory.
             Close the engine at the end.
+        overlap: plan the next step while the device works on this one; the executor must be able to `launch` (see
+            `contbatch.overlap.Launcher`). The tokens are the same.
 
     Raises:
         InvalidConfig, UnknownName: for limits or a policy that do not exist.
@@ -121,6 +124,7 @@ class Engine:
         model_name: str = "",
         seed: int = 0,
         record_to: str | Path | None = None,
+        overlap: bool = False,
     ) -> None:
         config = config or SchedulerConfig()
         if executor.max_model_len is not None and executor.max_model_len < config.max_model_len:
@@ -144,6 +148,7 @@ class Engine:
         """The last completion of each request id that was not collected by `generate` or `stream`."""
         self._clients: dict[str, _Client] = {}
         self._sampling: dict[str, SamplingParams] = {}
+        self._ahead = OverlappedLoop(self) if overlap else None
         self._pending: IterationPlan | None = None
         """A plan whose forward pass has not succeeded yet."""
         self._moves_done = 0
@@ -172,6 +177,7 @@ class Engine:
         dtype: str = "auto",
         policy: Policy | str = "VllmV1",
         seed: int = 0,
+        overlap: bool = False,
         kernels: str = "auto",
         progress: Callable[[str, int, int], None] | None = None,
         **limits: Any,
@@ -182,7 +188,7 @@ class Engine:
             model: "pocket" (the model inside the package), another known name, a folder, or a GGUF file.
             device: "cpu", "cuda" or "mps".
             dtype: "auto", "float32", "bfloat16", "float16" or "float64".
-            policy, seed: as in `Engine`.
+            policy, seed, overlap: as in `Engine`.
             kernels: "native" (compiled for this processor), "plain" (PyTorch only), or "auto": the first that there is.
             progress: called while the model is fetched and loaded, as in `contbatch.models.load_model`.
             limits: fields of `SchedulerConfig`.
@@ -197,7 +203,7 @@ class Engine:
         loaded = load_model(model, device=device, dtype=dtype, progress=progress)
         executor = ModelExecutor(loaded, config.num_blocks, config.block_size, config.num_host_blocks, kernels)
         executor.drop_plain_weights()
-        return cls(executor, config, policy, loaded.tokenizer, model_name=loaded.name, seed=seed)
+        return cls(executor, config, policy, loaded.tokenizer, model_name=loaded.name, seed=seed, overlap=overlap)
 
     @property
     def has_unfinished(self) -> bool:
@@ -336,7 +342,7 @@ class Engine:
             if self.scheduler.requests.get(request_id) is request:
                 self._end(request, FinishReason.ABORT)
             self._raise_interrupt()
-        elif request.num_in_flight:
+        elif request.num_in_flight and self._ahead is None:
             self.scheduler.abort(request_id)
         else:
             self._deferred_aborts.append(request)
@@ -363,7 +369,7 @@ class Engine:
             self._in_step = True
             events = self._end_expired()
             if self.has_unfinished:
-                events += self._step()
+                events += self._step() if self._ahead is None else self._ahead.step()
         finally:
             self._end_deferred()
             self._in_step = False
@@ -423,9 +429,13 @@ class Engine:
     def _commit(
         self, plan: IterationPlan, sampled: Mapping[str, int | Exception], record: StepRecord
     ) -> list[TokenEvent]:
-        """Count what was computed, tell everybody, and record it."""
+        """Count what was computed, then tell everybody."""
         outputs = self.scheduler.commit(plan, sampled)
         self._pending = None
+        return self._publish(outputs, record)
+
+    def _publish(self, outputs: Sequence[Output], record: StepRecord) -> list[TokenEvent]:
+        """Tell everybody what a step did, and record it."""
         self.trace.add_step(record)
         record.sampled = {o.request.request_id: o.token_id for o in outputs if o.token_id is not None}
         events: list[TokenEvent] = []
@@ -473,19 +483,23 @@ class Engine:
         if plan is None:
             return
         outputs = self.scheduler.rollback(plan)
-        victims = [
-            name for name in (*plan.evicted_requests, *plan.swap_out_requests) if name in self.scheduler.requests
-        ]
-        if victims:  # their preemption stands, as a step in which nothing else happened
+        self._record_undone([*plan.evicted_requests, *plan.swap_out_requests])
+        for output in outputs:
+            self._end(output.request, FinishReason.ABORT)
+
+    def _record_undone(self, names: Sequence[str]) -> None:
+        """A plan was undone; the preemptions of it stand, as a step in which nothing else happened."""
+        victims = [name for name in dict.fromkeys(names) if name in self.scheduler.requests]
+        if victims:
             record = self.record(IterationPlan(evicted_requests=tuple(victims)), self.now())
             record.num_waiting, record.end = len(self.scheduler.waiting), record.start
             self.trace.add_step(record)
             self.trace.settle()
-        self._next_step = self.trace.num_steps
-        for request in self.trace.requests.values():
-            request.arrival_step = min(request.arrival_step, self._next_step)
-        for output in outputs:
-            self._end(output.request, FinishReason.ABORT)
+        self._next_step = self.trace.num_steps + (self._ahead is not None and self._ahead.is_flying)
+        for request in reversed(self.trace.requests.values()):
+            if request.arrival_step <= self._next_step:
+                break
+            request.arrival_step = self._next_step
 
     def _end_deferred(self, record: StepRecord | None = None) -> list[TokenEvent]:
         """End what was aborted in this step, and what the callbacks of those abort in turn."""
@@ -577,7 +591,11 @@ class Engine:
         """End a request, once: last event, trace, completion. `token` and `text` come with the last event."""
         name = request.request_id
         if self.scheduler.requests.get(name) is request:
+            if self._ahead is not None:
+                self.scheduler.let_go(request)
             self.scheduler.finish(request, reason)
+        if self._ahead is not None:
+            self._ahead.ended(name)
         client = self._clients.pop(name)
         del self._sampling[name]
         text += self._text(client, client.detokenizer.flush)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from contbatch.batch import UNKNOWN_TOKEN
 from contbatch.blocks import NO_PARENT, BlockKey, BlockPool, block_hash, blocks_needed
 from contbatch.budget import TokenBudget
 from contbatch.config import SchedulerConfig
@@ -77,7 +78,7 @@ class Scheduler:
         self.policy = policy
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size = vocab_size
-        self._num_token_ids = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
+        self.num_token_ids = MAX_TOKEN_ID + 1 if vocab_size is None else vocab_size
         self.pool = BlockPool(config.num_blocks, config.block_size)
         self.host = HostPool(config.num_host_blocks, config.block_size)
         self.waiting = WaitingQueue(policy.queue_key)
@@ -87,6 +88,8 @@ class Scheduler:
         self._num_added = 0
         self._num_planned = 0
         self._planned: Step | None = None
+        self.fresh_blocks: list[int] = []
+        """Blocks that entered the prefix index with the last plan."""
         self._to_abort: set[str] = set()
         self._idle_steps = 0
         self._tokens_without_progress = 0
@@ -235,6 +238,19 @@ class Scheduler:
         except BaseException as error:  # the request has ended all the same; it is reported afterwards
             self._policy_fault = error
 
+    def let_go(self, request: RunningRequest) -> None:
+        """Its step was launched and runs to its end; what it computes for this request will be thrown away."""
+        request.num_in_flight = 0
+
+    def revive(self, request: RunningRequest) -> None:
+        """A request that ended in a step that failed is back, first in the queue."""
+        self.requests[request.request_id] = request
+        self.waiting.insert(0, request)
+        try:
+            self.policy.on_add(request)
+        except BaseException as error:  # as in `finish`
+            self._policy_fault = error
+
     def release(self, request: RunningRequest) -> None:
         """Return a request's blocks and its slot."""
         self.pool.release(request.block_table)
@@ -263,6 +279,7 @@ class Scheduler:
         self._watch_thrashing()
         budget = self._budget()
         budget.reset()
+        self.fresh_blocks = []
         step = Step(self, budget)
         try:
             self._ask_policy(self.policy.schedule, step)
@@ -300,13 +317,13 @@ class Scheduler:
         Returns:
             one entry for each request that got a token or ended.
         """
-        step = self._take_planned(plan)
+        step = self.take_planned(plan)
         grants = plan.grants or Grants()
         for request in step.swapped_in:
             self.leave_host(request)
         outputs: list[Output] = []
         plain = partial(tuple.__new__, Output)  # half the cost of calling Output
-        num_ids, to_abort, get = self._num_token_ids, self._to_abort, sampled.get
+        num_ids, to_abort, get = self.num_token_ids, self._to_abort, sampled.get
         for request, count in zip(grants.requests, grants.counts, strict=True):
             request.num_in_flight = 0
             computed = request.num_computed_tokens = request.num_computed_tokens + count
@@ -326,10 +343,18 @@ class Scheduler:
                     continue
                 tokens.append(token)
                 if token in request.end_token_ids or computed + 1 >= request.max_total_tokens:
-                    outputs.append(self._end(request, token))
+                    outputs.append(self.end(request, token))
                 else:
                     outputs.append(plain((request, token, None, None)))
         return outputs
+
+    def note_progress(self, request: RunningRequest, end: int, count: int) -> None:
+        """Count tokens that were computed up to `end`: did the request get further than it ever was?"""
+        if end > request.high_water:
+            request.high_water = end
+            self._tokens_without_progress = 0
+        else:
+            self._tokens_without_progress += count
 
     def rollback(self, plan: IterationPlan) -> list[Output]:
         """Undo a plan whose forward pass failed: grants and admissions go back; its preemptions stand.
@@ -337,13 +362,13 @@ class Scheduler:
         Returns:
             one entry for each request that was to be aborted when the step was over.
         """
-        self._take_planned(plan).undo()
+        self.take_planned(plan).undo()
         aborted = [request for request in self.requests.values() if request.request_id in self._to_abort]
         for request in aborted:
             self.finish(request, FinishReason.ABORT)
         return [Output(request, None, FinishReason.ABORT) for request in aborted]
 
-    def _take_planned(self, plan: IterationPlan) -> Step:
+    def take_planned(self, plan: IterationPlan) -> Step:
         step = self._planned
         if step is None or plan.grants is None or not step.made(plan):
             raise PolicyError("this plan is not the one that is in flight; commit each plan once")
@@ -354,14 +379,14 @@ class Scheduler:
         """What its executor gave is no token: the request ends, and its last blocks are not trusted."""
         self.forget_blocks(request, 0)
         self.finish(request, FinishReason.ERROR)
-        return Output(request, None, FinishReason.ERROR, self._token_error(token))
+        return Output(request, None, FinishReason.ERROR, self.token_error(token))
 
-    def _end(self, request: RunningRequest, token: int) -> Output:
-        reason = self._finish_reason(request, token)
+    def end(self, request: RunningRequest, token: int) -> Output:
+        reason = self.finish_reason(request, token)
         self.finish(request, reason)
         return Output(request, token, reason)
 
-    def _token_error(self, token: object) -> Exception:
+    def token_error(self, token: object) -> Exception:
         if isinstance(token, Exception):
             return token
         if token is None:
@@ -370,7 +395,7 @@ class Scheduler:
             return InvalidRequest(f"the executor returned {token}, outside the vocabulary of {self.vocab_size}")
         return InvalidRequest(f"the executor returned {token!r}, which is not a token id")
 
-    def _finish_reason(self, request: RunningRequest, token: int) -> FinishReason:
+    def finish_reason(self, request: RunningRequest, token: int) -> FinishReason:
         """The order of vLLM: end of sequence, stop token ids, then length."""
         sampling = request.request.sampling
         if token in self.eos_token_ids and not sampling.ignore_eos:
@@ -440,6 +465,9 @@ class Scheduler:
         full = num_tokens // self.config.block_size
         if full <= request.num_hashed_blocks or not self.config.enable_prefix_caching:
             return
+        if request.token_ids[full * self.config.block_size - 1] == UNKNOWN_TOKEN:
+            full -= 1  # its content is known, and entered, when the token is
+        self.fresh_blocks += request.block_table[request.num_hashed_blocks : full]
         for index in range(request.num_hashed_blocks, full):
             self.pool.remember(request.block_table[index], self.block_key(request, index))
         request.num_hashed_blocks = full

@@ -516,6 +516,11 @@ class Step:
                 self._scheduler.leave_host(request)
                 request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
 
+    def forget_undo(self, request: RunningRequest) -> RequestStatus | None:
+        """Its grant is not to be undone; returns what it was admitted from, if it was admitted in this step."""
+        undo = self._undo.pop(request.request_id, None)
+        return undo.admitted_from if undo is not None else None
+
     def made(self, plan: IterationPlan) -> bool:
         """True if `plan` came from this step."""
         return plan.grants is self._grants

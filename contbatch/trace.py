@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -102,6 +102,19 @@ class StepRecord:
     def prefill_tokens(self) -> int:
         """Prefill tokens, computed for the first time or again."""
         return self.num_tokens - self.decode_tokens
+
+    def drop(self, gone: Collection[str]) -> None:
+        """Leave out requests that had ended before this step was committed."""
+        if not gone:
+            return
+        rows = [row for row, name in enumerate(self.request_ids) if name not in gone]
+        self.starts = [self.starts[row] for row in rows]
+        self.counts = [self.counts[row] for row in rows]
+        self.kinds = "".join(self.kinds[row] for row in rows)
+        for name in _LISTS:
+            setattr(self, name, [key for key in getattr(self, name) if key not in gone])
+        for name in _MAPS:
+            setattr(self, name, {key: value for key, value in getattr(self, name).items() if key not in gone})
 
     def rename(self, old: str, new: str) -> None:
         """Call a request by another id in this step."""
