@@ -116,10 +116,14 @@ def _measured(trace: Trace) -> list[tuple[tuple[int, ...], float]]:
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise TraceError(f"block_size of the trace is {block_size!r}; record the run again")
     computed: dict[str, int] = {}
+    before = 0.0
+    """End of the step before: one that was planned ahead began earlier, and worked from then on."""
     rows: list[tuple[tuple[int, ...], float]] = []
     for step in trace.steps:
         moved = sum(blocks_needed(computed.get(name, 0), block_size) for name in (*step.swapped_out, *step.swapped_in))
-        rows.append(((1, *_work(step), moved), step.duration))
+        seconds = step.end - max(step.start, before)
+        rows.append(((1, *_work(step), moved), seconds))
+        before = step.end
         ends = zip(step.request_ids, step.starts, step.counts, strict=True)
         computed.update((name, start + tokens) for name, start, tokens in ends)
     return rows

@@ -15,7 +15,10 @@ from contbatch.request import SamplingParams
 
 
 class Executor(Protocol):
-    """Runs one mixed forward pass and samples."""
+    """Runs one mixed forward pass and samples.
+
+    One that can also start a step without waiting for it has `launch`; see `contbatch.overlap.Launcher`.
+    """
 
     vocab_size: int | None
     """Token ids below this are valid; None accepts any."""

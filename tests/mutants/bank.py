@@ -951,7 +951,90 @@ ENGINE = [
     ),
 ]
 
-BANK = [*POOL, *QUEUE_AND_BUDGET, *PLAN, *VERBS, *SWAP, *SCHEDULER, *POLICIES, *ENGINE]
+OVERLAP = [
+    Mutant(
+        "end only who computes nothing",
+        "a token ends a request whose next token is being computed, and the step that finds it breaks down",
+        "ahead.py",
+        "                scheduler.let_go(request)\n                outputs",
+        "                outputs",
+        "tests/test_overlap.py::test_a_surprising_end_throws_the_token_of_the_next_step_away",
+    ),
+    Mutant(
+        "forget the block of a late token",
+        "a block that is filled by a token not yet known never enters the prefix index",
+        "ahead.py",
+        "                if request.num_in_flight:  # a block",
+        "                if False:  # a block",
+        "tests/test_overlap.py::test_blocks_that_hold_a_generated_token_are_found_again",
+    ),
+    Mutant(
+        "plan behind the last token",
+        "a request that ends by length in the step on its way is planned once more",
+        "ahead.py",
+        "if end + 1 >= request.max_total_tokens",
+        "if end >= request.max_total_tokens",
+        "tests/test_overlap.py::test_a_launch_that_fails_does_not_cost_the_tokens_of_the_step_before",
+    ),
+    Mutant(
+        "trust blocks of a failed step",
+        "blocks that a failed step should have filled stay in the prefix index",
+        "ahead.py",
+        "        self._forget_fresh()\n",
+        "",
+        "tests/test_overlap.py::test_a_failed_result_leaves_nothing_in_the_prefix_cache_and_is_run_again[1]",
+    ),
+    Mutant(
+        "trust blocks of a failed row",
+        "blocks of a row of NaN stay in the prefix index if its request gave them back already",
+        "ahead.py",
+        "            scheduler.pool.forget_free(key)",
+        "            pass",
+        "tests/test_overlap.py::test_no_content_of_a_failed_row_stays_in_the_cache",
+    ),
+    Mutant(
+        "copy while the device computes",
+        "blocks are swapped before the step on its way is done with them",
+        "overlap.py",
+        "(moves and not flying.wait())",
+        "False",
+        "tests/test_overlap.py::test_the_same_tokens_as_without_overlap[swap-VllmV1]",
+    ),
+    Mutant(
+        "keep the plan behind a failed step",
+        "a step fails, and the one that was planned behind it stays planned",
+        "overlap.py",
+        "            self._withdraw(following)\n",
+        "            pass\n",
+        "tests/test_overlap.py::test_a_failed_result_leaves_nothing_in_the_prefix_cache_and_is_run_again[5]",
+    ),
+    Mutant(
+        "record what was thrown away",
+        "a record names a request that had ended before its step was committed",
+        "overlap.py",
+        "        flying.record.drop(flying.gone)\n",
+        "",
+        "tests/test_overlap.py::test_a_surprising_end_throws_the_token_of_the_next_step_away",
+    ),
+    Mutant(
+        "lose a step for the next one's failure",
+        "a launch fails, and the step before it, which succeeded, is given up too",
+        "overlap.py",
+        "            self._fault = error\n            return None",
+        "            raise",
+        "tests/test_overlap.py::test_a_launch_that_fails_does_not_cost_the_tokens_of_the_step_before",
+    ),
+    Mutant(
+        "abort a step late",
+        "an abort from a callback waits for the step that is on its way",
+        "engine.py",
+        "        elif request.num_in_flight and self._ahead is None:",
+        "        elif request.num_in_flight:",
+        "tests/test_overlap.py::test_an_abort_from_a_callback_takes_effect_in_the_same_step",
+    ),
+]
+
+BANK = [*POOL, *QUEUE_AND_BUDGET, *PLAN, *VERBS, *SWAP, *SCHEDULER, *POLICIES, *ENGINE, *OVERLAP]
 
 
 def table() -> str:
