@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -196,10 +197,8 @@ def decode(sizes: Sizes, leave: Leave) -> None:
             return tokens
 
         equal = run(eager) == run(graphs)
-        times = {
-            name: median_ms(lambda way=way: run(way), device, sizes.steps)
-            for name, way in (("eager", eager), ("graphs", graphs))
-        }
+        ways: dict[str, Forward] = {"eager": eager, "graphs": graphs}
+        times = {name: median_ms(partial(run, way), device, sizes.steps) for name, way in ways.items()}
         times["replay"] = median_ms(graphs.step(batch, cache), device, sizes.steps)
         bound = (weights + batch * sizes.context * token) / speed * 1e3
         report["batches"][batch] = {
@@ -223,7 +222,7 @@ def prefill(sizes: Sizes, leave: Leave) -> None:
         cache = PagedCache(loaded.config, blocks, BLOCK_SIZE, loaded.device, loaded.dtype)
         cache.data.normal_(std=0.5)
         forward = eager_forward(loaded)
-        taken = median_ms(lambda f=forward, b=flat, c=cache: f.forward(b, c), loaded.device, 10)
+        taken = median_ms(partial(forward.forward, flat, cache), loaded.device, 10)
         report[name] = {"ms": taken, "tokens_per_s": flat.num_tokens / taken * 1e3}
         leave(report)
 
@@ -285,7 +284,7 @@ def peer(sizes: Sizes, leave: Leave) -> None:
     loaded = random_model(sizes)
     fields = loaded.config.to_huggingface()
     fields = {key: value for key, value in fields.items() if key != "architectures"}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, eos_token_id=None, bos_token_id=None))
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, eos_token_id=None, bos_token_id=None))
     state = {f"model.{name}": tensor for name, tensor in loaded.model.state_dict().items()}
     missing = model.load_state_dict(state, strict=False)
     if missing.unexpected_keys or set(missing.missing_keys) - {"lm_head.weight"}:

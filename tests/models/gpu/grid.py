@@ -27,7 +27,7 @@ SHARED, BLOCK_SIZES, HEAD_DIMS, KV_HEADS = (1, 3, 4, 8), (1, 4, 16), (8, 40, 64)
 DECODE = (0, 1, 16, 62, 63, 64, 110)
 """Contexts of requests with one new token: none, one, the borders of blocks and of a tile of keys, two tiles."""
 MIXED = ((0, 2), (5, 1), (0, 65), (110, 3), (0, 1))
-"""(context, new tokens): within a tile of queries, one more than a tile, a chunk behind two tiles of keys; single tokens."""
+"""(context, new tokens): within a tile of queries, one more than a tile, behind two tiles of keys; single tokens."""
 BORDERS = ((0, 64), (1, 3), (62, 3), (64, 5), (17, 130), (64, 1))
 """More of them, for a few sizes only: the interpreter takes its time."""
 CPU = torch.device("cpu")
