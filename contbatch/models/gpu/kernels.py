@@ -12,13 +12,13 @@ program takes a tile of them and one query head.
 Sizes need not be powers of two: tiles are padded to the next one and masked. A masked position is not loaded, so that
 what lies in a slot that nobody wrote cannot reach a result, not even a NaN.
 
+Only constants are annotated in a kernel: Triton's compiler looks every annotation up, and refuses those it lacks.
+
 Left out: float64, which `contbatch.models.attention` computes on any device; and splitting one long sequence over
 several programs ("flash decoding"), which a small batch of long sequences would need to fill a large chip.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -146,14 +146,14 @@ def _tile(wide: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _slots(tables: Any, row: Any, position: Any, there: Any, BLOCK_SIZE: tl.constexpr) -> Any:
+def _slots(tables, row, position, there, BLOCK_SIZE: tl.constexpr):
     """Slots of positions; 64 bits, because slot times stride passes 2 ** 31 in a large cache."""
     block = tl.load(tables + row + position // BLOCK_SIZE, mask=there, other=0)
     return block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
 
 
 @triton.jit
-def _fold(best: Any, total: Any, mixed: Any, scores: Any, values: Any) -> Any:
+def _fold(best, total, mixed, scores, values):
     """Take one more tile into the running softmax; scores are logarithms to base 2."""
     higher = tl.maximum(best, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])
@@ -165,26 +165,26 @@ def _fold(best: Any, total: Any, mixed: Any, scores: Any, values: Any) -> Any:
 
 @triton.jit
 def _decode(
-    q: Any,
-    cache: Any,
-    tables: Any,
-    lengths: Any,
-    token_rows: Any,
-    table_rows: Any,
-    out: Any,
-    scale: Any,
-    q_stride: Any,
-    out_stride: Any,
-    slot_stride: Any,
-    value_stride: Any,
-    table_stride: Any,
+    q,
+    cache,
+    tables,
+    lengths,
+    token_rows,
+    table_rows,
+    out,
+    scale,
+    q_stride,
+    out_stride,
+    slot_stride,
+    value_stride,
+    table_stride,
     BLOCK_SIZE: tl.constexpr,
     SHARED: tl.constexpr,
     SHARED_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     TILE: tl.constexpr,
-) -> None:
+):
     request, kv_head = tl.program_id(0), tl.program_id(1)
     token = tl.load(token_rows + request).to(tl.int64)
     table = tl.load(table_rows + request).to(tl.int64) * table_stride
@@ -213,26 +213,26 @@ def _decode(
 
 @triton.jit
 def _prefill(
-    q: Any,
-    cache: Any,
-    tables: Any,
-    contexts: Any,
-    starts: Any,
-    tiles: Any,
-    out: Any,
-    scale: Any,
-    q_stride: Any,
-    out_stride: Any,
-    slot_stride: Any,
-    value_stride: Any,
-    table_stride: Any,
+    q,
+    cache,
+    tables,
+    contexts,
+    starts,
+    tiles,
+    out,
+    scale,
+    q_stride,
+    out_stride,
+    slot_stride,
+    value_stride,
+    table_stride,
     BLOCK_SIZE: tl.constexpr,
     SHARED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
-) -> None:
+):
     head = tl.program_id(1)
     request = tl.load(tiles + tl.program_id(0) * 2)
     first = tl.load(tiles + tl.program_id(0) * 2 + 1).to(tl.int32)

@@ -203,10 +203,31 @@ def test_recording_writes_to_the_null_block_alone() -> None:
 def test_logits_survive_the_next_step() -> None:
     pair, running = Pair(), sequences(2)
     pair.step([one.part(4) for one in running])
+    pair.step([one.part(1) for one in running])
+    called, static = pair.graphs._steps[2], torch.zeros(2, TINY.vocab_size, dtype=torch.float64)
+    pair.graphs._steps[2] = lambda: static.copy_(called())  # as a CUDA graph does: always into the same memory
     first = pair.step([one.part(1) for one in running])
     kept = first.clone()
     pair.step([one.part(1) for one in running])
     assert torch.equal(first, kept)
+
+
+def test_rows_of_an_earlier_larger_batch_become_padding() -> None:
+    buffers, running = DecodeBuffers(4, 10, BLOCK_SIZE, CPU), sequences(3)
+    buffers.update(flatten([one.part(1) for one in running]))
+    assert buffers.rows.tolist() == [0, 1, 2, buffers.padding_slot]
+    buffers.update(flatten([running[2].part(1)]))
+    assert buffers.rows.tolist() == [2, *[buffers.padding_slot] * 3]
+
+
+def test_cells_behind_a_sequence_are_not_sent() -> None:
+    buffers, (long, longer) = DecodeBuffers(2, 10, BLOCK_SIZE, CPU), sequences(2)
+    for one in (long, longer):
+        one.part(20)
+    assert buffers.update(flatten([long.part(1), longer.part(1)])) == 12
+    short = Running(0, (50,), tokens(4))
+    short.part(1)
+    assert buffers.update(flatten([short.part(1), longer.part(1)])) == 1  # its row of the batch is padded with zeros
 
 
 def test_another_cache_is_recorded_anew() -> None:

@@ -25,14 +25,19 @@ ROOT = Path(__file__).resolve().parents[3]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
+def printed(script: str, **variables: str) -> dict[str, Any]:
+    """The object that a script beside this file prints."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **variables}
+    command = [sys.executable, str(Path(__file__).with_name(script))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What grid.py printed."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    script = Path(__file__).with_name("grid.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return printed("grid.py", TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -62,6 +67,13 @@ def test_without_a_gpu_the_kernels_are_refused_with_a_reason(monkeypatch: pytest
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(KernelsMissing, match="for a CUDA device, and the model is on cpu"):
         TritonForward(tiny_model().model)
+
+
+@needs_triton
+def test_the_compiler_accepts_the_kernels_and_they_fit_into_shared_memory(tmp_path: Path) -> None:
+    taken = printed("compile.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(taken) == 2 * 3
+    assert max(taken.values()) < 99 * 1024  # what the smallest GPUs since compute capability 8.6 have
 
 
 def test_chunks_are_cut_into_tiles_and_single_tokens_are_not() -> None:
